@@ -1,0 +1,81 @@
+"""The options of the compressed cache: one frozen record, shared by every layer above."""
+
+from typing import Literal, get_args
+
+import msgspec
+
+from csa2.errors import OptionError
+from csa2.units import parse_bytes
+
+PAGE_SIZE = 64
+"""Tokens of a page. SGLang's `--page-size` is set to it."""
+
+Ratio = Literal["auto", "1", "2", "4", "8"]
+CodeFormat = Literal["fp4", "int4"]
+SharedFormat = Literal["bf16", "fp8", "fp4"]
+Impl = Literal["auto", "reference", "cpu", "cuda"]
+
+RATIOS: tuple[str, ...] = get_args(Ratio)
+CODE_FORMATS: tuple[str, ...] = get_args(CodeFormat)
+SHARED_FORMATS: tuple[str, ...] = get_args(SharedFormat)
+IMPLS: tuple[str, ...] = get_args(Impl)
+
+SERVED_RATIOS = ("1",)
+SERVED_IMPLS = ("auto", "reference")
+
+
+class CacheOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a user can set. Defaults are the recommended values."""
+
+    arena_size: str | None = None
+    ratio: Ratio = "1"
+    hot_tokens: int = 128
+    warm_tokens: int = 1024
+    shared_format: SharedFormat = "fp8"
+    kv_format: CodeFormat = "fp4"
+    impl: Impl = "auto"
+
+    @property
+    def arena_bytes(self) -> int | None:
+        """Bytes asked for, or None: what SGLang would give its bf16 pool."""
+        return None if self.arena_size is None else parse_bytes(self.arena_size, "--csa2-arena-size")
+
+    @property
+    def resolved_impl(self) -> str:
+        """The implementation that runs."""
+        return "reference" if self.impl == "auto" else self.impl
+
+    def validate(self) -> None:
+        """Check values and combinations.
+
+        Raises:
+            OptionError: names the option, the value, what is allowed and how to go on.
+        """
+        _one_of("--csa2-ratio", self.ratio, RATIOS)
+        _one_of("--csa2-kv-format", self.kv_format, CODE_FORMATS)
+        _one_of("--csa2-shared-format", self.shared_format, SHARED_FORMATS)
+        _one_of("--csa2-impl", self.impl, IMPLS)
+        _ = self.arena_bytes
+        if self.ratio not in SERVED_RATIOS:
+            raise OptionError(
+                f"--csa2-ratio {self.ratio} is not available in this version: merging and channel reduction are not "
+                f"built yet. Use --csa2-ratio 1 (4-bit pages, about 3.8x smaller than bf16)"
+            )
+        if self.impl not in SERVED_IMPLS:
+            raise OptionError(
+                f"--csa2-impl {self.impl} is not available in this version: only the torch implementation is built. "
+                f"Use --csa2-impl reference or leave the option out"
+            )
+        for name, value in (("--csa2-hot-tokens", self.hot_tokens), ("--csa2-warm-tokens", self.warm_tokens)):
+            if not 0 <= value <= 2**31 - 1:
+                raise OptionError(f"{name} {value} is out of range: give a number of tokens from 0 to 2147483647")
+        if self.warm_tokens < self.hot_tokens:
+            raise OptionError(
+                f"--csa2-warm-tokens {self.warm_tokens} is smaller than --csa2-hot-tokens {self.hot_tokens}: the warm "
+                f"window contains the hot one, so give it at least as many tokens"
+            )
+
+
+def _one_of(option: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise OptionError(f"{option} {value!r} is unknown: choose one of {', '.join(allowed)}")

@@ -1,0 +1,43 @@
+"""What the cache reports about itself. The same record feeds /csa2/stats, /metrics, the log line and `csa2 info`."""
+
+import msgspec
+
+
+class CacheStats(msgspec.Struct, frozen=True, kw_only=True):
+    """One reading of the cache, taken between two batches.
+
+    Bytes and pages are of one rank. `pages` and `demotions_total` keep their keys from start to end, zero included.
+    """
+
+    arena_bytes: int
+    """Bytes of the arena."""
+    used_bytes: int
+    """Bytes of the pages that hold tokens, metadata counted."""
+    slab_bytes: int
+    """Bytes of the slabs in use: `used_bytes` plus what slab granularity wastes."""
+    pages: dict[str, int]
+    """Pages in use by format."""
+    page_bytes: dict[str, int]
+    """Bytes of one page by format."""
+    logical_tokens: int
+    """Token slots of the pages in use."""
+    capacity_tokens: int
+    """Token slots that SGLang may hand out."""
+    compression_ratio: float
+    """Bytes the pages in use would take in bf16 over `used_bytes`; 1.0 when the cache is empty."""
+    metadata_fraction: float
+    """Share of scales and means in `used_bytes`."""
+    demotions_total: dict[str, int]
+    """Pages re-encoded since the start, by step: "bf16->fp4"."""
+    compactions_total: int
+    """Pages moved to empty sparse slabs since the start."""
+    evicted_tokens_total: int
+    """Tokens dropped from the radix tree for memory since the start."""
+    prefix_hit_tokens_total: int
+    """Prompt tokens that were found in the cache since the start."""
+    prompt_tokens_total: int
+    """Prompt tokens of admitted requests since the start."""
+    identity_basis_layers: list[int]
+    """Layers with a surviving key bias, stored without the Hadamard basis."""
+    options: dict[str, str | int | None]
+    """Resolved options."""

@@ -1,0 +1,50 @@
+"""Byte counts as people write them."""
+
+import re
+
+from csa2.errors import OptionError
+
+_FACTOR = {
+    "": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "k": 2**10,
+    "m": 2**20,
+    "g": 2**30,
+    "t": 2**40,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+
+
+def parse_bytes(text: str | int, option: str = "size") -> int:
+    """Number of bytes in `text`: "188MB" is decimal, "180MiB" and "180M" are binary, no suffix is bytes.
+
+    Raises:
+        OptionError: not a positive size; names `option`.
+    """
+    match = _SIZE.fullmatch(str(text))
+    suffix = match.group(2).lower() if match else ""
+    if suffix == "b":
+        suffix = ""
+    value = int(float(match.group(1)) * _FACTOR[suffix]) if match and suffix in _FACTOR else 0
+    if value <= 0:
+        raise OptionError(
+            f"{option} {text!r} is not a size: write a positive number of bytes, with a suffix if you like "
+            f"(KB, MB, GB = powers of 1000; K, M, G, KiB, MiB, GiB = powers of 1024), for example 4GiB"
+        )
+    return value
+
+
+def format_bytes(num_bytes: float) -> str:
+    """`num_bytes` with a binary unit and three significant digits, for log lines."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(num_bytes) < 1024:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.3g} TiB"

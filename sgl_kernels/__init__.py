@@ -1,0 +1,1 @@
+"""Operators on compressed KV pages: no policy, no SGLang. Needs torch only."""
