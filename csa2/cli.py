@@ -1,0 +1,80 @@
+"""The `csa2` command: `csa2 demo-model` and `csa2 info`."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+from csa2 import __version__
+from csa2.errors import Csa2Error
+
+# What a subcommand needs is imported when it runs: `csa2 --help` must not wait for torch.
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; `argv` defaults to the command line.
+
+    Returns:
+        0, or 1 with one line on the error stream. Bad usage exits with 2, through argparse.
+    """
+    arguments = _parser().parse_args(argv)
+    try:
+        if arguments.command == "demo-model":
+            return _demo_model(arguments.cache_dir)
+        return _info(arguments.url, arguments.json)
+    except Csa2Error as error:
+        print(f"csa2 {arguments.command} failed: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"csa2 {arguments.command} was interrupted", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="csa2", description="Tools of sglang-csa2, the compressed cache for SGLang.")
+    parser.add_argument("--version", action="version", version=f"sglang-csa2 {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    demo = commands.add_parser(
+        "demo-model",
+        help="fetch the small demo model once and print its folder",
+        description="Fetch a small chat model, convert it, and print its folder as the last line. Later calls only "
+        "print the folder.",
+    )
+    demo.add_argument(
+        "--cache-dir",
+        metavar="DIR",
+        help="folder that holds the model (default: $CSA2_CACHE_DIR, $XDG_CACHE_HOME/sglang-csa2 or "
+        "~/.cache/sglang-csa2)",
+    )
+
+    info = commands.add_parser(
+        "info",
+        help="print versions, machine and options, for bug reports",
+        description="Print versions, machine and options. With --url also what a running server reports.",
+    )
+    info.add_argument(
+        "--url", metavar="URL", help="address of a server started with --kv-compress csa2, like http://127.0.0.1:30000"
+    )
+    info.add_argument("--json", action="store_true", help="print JSON instead of text")
+    return parser
+
+
+def _demo_model(cache_dir: str | None) -> int:
+    from csa2.demo_model import ensure_demo_model
+
+    folder = ensure_demo_model(cache_dir, say=lambda line: print(line, file=sys.stderr, flush=True))
+    print(folder)
+    return 0
+
+
+def _info(url: str | None, as_json: bool) -> int:
+    from csa2.info import collect, render
+
+    report = collect(url)
+    print(json.dumps(report, indent=2) if as_json else render(report))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
