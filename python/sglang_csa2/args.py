@@ -1,0 +1,176 @@
+"""The options of the plugin as fields of SGLang's `ServerArgs`, and how the rest of the plugin reads them.
+
+`Csa2ServerArgs` replaces `ServerArgs` in every process that loaded the plugin, so the options behave like built-in
+ones: `--help`, `--config` YAML, `sgl.Engine(...)` keywords, `/server_info`, and they travel to the child processes.
+"""
+
+from typing import Annotated, Any, cast
+
+import msgspec
+from sglang.srt.arg_groups.arg_utils import Arg
+from sglang.srt.server_args import ServerArgs
+
+from csa2.errors import OptionError
+from csa2.options import (
+    CODE_FORMATS,
+    IMPLS,
+    RATIOS,
+    SHARED_FORMATS,
+    CacheOptions,
+    CodeFormat,
+    Impl,
+    Ratio,
+    SharedFormat,
+)
+
+SCHEME = "csa2"
+"""The one value of `--kv-compress`; also the name of our attention and radix cache backends."""
+
+CONFIG_NAMESPACE = "csa2"
+"""Published as `get_context().config_bag("csa2")` in every process of the server."""
+
+_DEFAULTS = CacheOptions()
+
+
+class Csa2ServerArgs(ServerArgs, kw_only=True, dict=True):  # type: ignore[call-arg]  # msgspec's class options
+    """`ServerArgs` with the plugin's options. `csa2_<name>` holds `CacheOptions.<name>`, with its default."""
+
+    kv_compress: Annotated[
+        str | None,
+        Arg(
+            help="Keep the KV cache compressed: recent tokens stay as the model wrote them, older pages are stored in "
+            "fewer bits, so the same memory holds more conversations. 'csa2' is the only scheme. Off if left out.",
+            choices=[SCHEME],
+        ),
+    ] = None
+    csa2_arena_size: Annotated[
+        str | None,
+        Arg(
+            help="Memory for the KV cache in bytes, with a suffix if you like: KB, MB, GB (powers of 1000), K, M, G, "
+            "KiB, MiB, GiB (powers of 1024). Left out: the memory SGLang would give its own KV cache."
+        ),
+    ] = _DEFAULTS.arena_size
+    csa2_ratio: Annotated[
+        str,
+        Arg(
+            help="Tokens merged into one stored entry of an old page. 1 merges none: the saving comes from the number "
+            "format alone. auto lets each page decide.",
+            choices=list(RATIOS),
+        ),
+    ] = _DEFAULTS.ratio
+    csa2_hot_tokens: Annotated[
+        int, Arg(help="Tokens at the end of each running request that are never compressed.")
+    ] = _DEFAULTS.hot_tokens
+    csa2_warm_tokens: Annotated[
+        int,
+        Arg(
+            help="Tokens at the end of each running request that keep the lighter compression; at least as many as "
+            "--csa2-hot-tokens."
+        ),
+    ] = _DEFAULTS.warm_tokens
+    csa2_shared_format: Annotated[
+        str,
+        Arg(
+            help="Number format of pages that several requests share through the prefix cache.",
+            choices=list(SHARED_FORMATS),
+        ),
+    ] = _DEFAULTS.shared_format
+    csa2_kv_format: Annotated[
+        str, Arg(help="Number format of the compressed pages of one request.", choices=list(CODE_FORMATS))
+    ] = _DEFAULTS.kv_format
+    csa2_impl: Annotated[
+        str,
+        Arg(
+            help="Who computes on compressed pages: the torch reference, compiled CPU code, or CUDA kernels. An "
+            "explicit choice that cannot run is an error.",
+            choices=list(IMPLS),
+        ),
+    ] = _DEFAULTS.impl
+
+    _NS_BY_FIELD = {  # noqa: RUF012 - SGLang's name and form: field -> namespace it is published under
+        **ServerArgs._NS_BY_FIELD,
+        "kv_compress": CONFIG_NAMESPACE,
+        **{f"csa2_{name}": CONFIG_NAMESPACE for name in CacheOptions.__struct_fields__},
+    }
+
+
+def flag_of(field: str) -> str:
+    """The command line spelling of a `ServerArgs` field: `csa2_hot_tokens` -> `--csa2-hot-tokens`."""
+    return "--" + field.replace("_", "-")
+
+
+def enabled(server_args: Any) -> bool:
+    """Whether these arguments ask for the compressed cache."""
+    return getattr(server_args, "kv_compress", None) == SCHEME
+
+
+def options_from(server_args: Any) -> CacheOptions:
+    """The cache options in `server_args` (a record, a resolution view or the published bag), not yet validated.
+
+    Raises:
+        OptionError: a value has the wrong type, which only Python callers (`sgl.Engine`) can cause.
+    """
+    return CacheOptions(
+        arena_size=_text_or_none(server_args.csa2_arena_size),
+        ratio=cast(Ratio, str(server_args.csa2_ratio)),  # Engine(csa2_ratio=1) means "1"
+        hot_tokens=_whole_number(server_args, "csa2_hot_tokens"),
+        warm_tokens=_whole_number(server_args, "csa2_warm_tokens"),
+        shared_format=cast(SharedFormat, server_args.csa2_shared_format),
+        kv_format=cast(CodeFormat, server_args.csa2_kv_format),
+        impl=cast(Impl, server_args.csa2_impl),
+    )
+
+
+def check_unused_options(server_args: Any) -> None:
+    """Refuse options of the plugin that would silently do nothing, because the scheme is off.
+
+    Raises:
+        OptionError: names the first such option, or an unknown scheme.
+    """
+    scheme = server_args.kv_compress
+    if scheme is not None and scheme != SCHEME:
+        raise OptionError(f"--kv-compress {scheme!r} is unknown: the only scheme is {SCHEME!r}. Use it or leave it out")
+    if scheme is not None:
+        return
+    for name, default in msgspec.structs.asdict(_DEFAULTS).items():
+        value = getattr(server_args, f"csa2_{name}")
+        if str(value) != str(default):
+            raise OptionError(
+                f"{flag_of(f'csa2_{name}')} {value} does nothing without --kv-compress {SCHEME}: add that option, or "
+                f"leave this one out"
+            )
+    for name in ("attention_backend", "prefill_attention_backend", "decode_attention_backend", "radix_cache_backend"):
+        if getattr(server_args, name) == SCHEME:
+            raise OptionError(
+                f"{flag_of(name)} {SCHEME} works only as a part of --kv-compress {SCHEME}: use that option, it sets "
+                f"this one"
+            )
+
+
+def enabled_here() -> bool:
+    """Whether the server this process belongs to runs with the compressed cache; False before SGLang published its
+    configuration. Cheap enough for a hook on a hot path."""
+    context = _context()
+    return context.is_config_namespace_published(CONFIG_NAMESPACE) and enabled(context.config_bag(CONFIG_NAMESPACE))
+
+
+def options_here() -> CacheOptions:
+    """The cache options of this server. Only where `enabled_here()`; build once and keep."""
+    return options_from(_context().config_bag(CONFIG_NAMESPACE))
+
+
+def _context() -> Any:
+    from sglang.srt.runtime_context import get_context
+
+    return get_context()
+
+
+def _whole_number(server_args: Any, field: str) -> int:
+    value = getattr(server_args, field)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise OptionError(f"{flag_of(field)} {value!r} is not a whole number: give a number of tokens, for example 128")
+    return value
+
+
+def _text_or_none(value: str | int | None) -> str | None:
+    return None if value is None else str(value)
