@@ -1,0 +1,80 @@
+"""The statistics of the cache as Prometheus metrics, beside SGLang's own under /metrics."""
+
+from typing import Any
+
+from csa2.stats import CacheStats
+
+PREFIX = "sglang:csa2_"
+
+GAUGES = {
+    "arena_bytes": "Bytes of the arena of the compressed KV cache.",
+    "used_bytes": "Bytes of the pages that hold tokens, metadata counted.",
+    "slab_bytes": "Bytes of the slabs in use, used bytes plus the waste of slab granularity.",
+    "logical_tokens": "Token slots of the pages in use.",
+    "capacity_tokens": "Token slots that the scheduler may hand out.",
+    "compression_ratio": "Bytes of the pages in use in bf16 over the bytes used; 1 when the cache is empty.",
+    "metadata_fraction": "Share of scales and means in the bytes used.",
+}
+COUNTERS = {
+    "compactions_total": "Pages moved to empty sparse slabs.",
+    "evicted_tokens_total": "Tokens dropped from the radix tree for memory.",
+    "prefix_hit_tokens_total": "Prompt tokens found in the cache.",
+    "prompt_tokens_total": "Prompt tokens of admitted requests.",
+}
+"""Keys of both are fields of CacheStats and names of metrics."""
+
+
+class CacheMetrics:
+    """Gauges and counters of one scheduler process.
+
+    Args:
+        labels: base labels, those of SGLang's scheduler metrics.
+        gauge_cls, counter_cls: classes with the interface of prometheus_client, which is the default.
+        options: further keyword arguments of every metric, such as `registry`.
+    """
+
+    def __init__(
+        self,
+        labels: dict[str, Any],
+        gauge_cls: Any = None,
+        counter_cls: Any = None,
+        **options: Any,
+    ) -> None:
+        # prometheus_client chooses its storage on import, by the PROMETHEUS_MULTIPROC_DIR that the launcher sets.
+        from prometheus_client import Counter, Gauge
+
+        self._labels = labels
+        names = list(labels)
+        gauge_cls = gauge_cls or Gauge
+        counter_cls = counter_cls or Counter
+
+        def gauge(name: str, text: str, *extra: str) -> Any:
+            options_of_gauge = {**options, "multiprocess_mode": "mostrecent"}
+            return gauge_cls(name=PREFIX + name, documentation=text, labelnames=[*names, *extra], **options_of_gauge)
+
+        def counter(name: str, text: str, *extra: str) -> Any:
+            return counter_cls(name=PREFIX + name, documentation=text, labelnames=[*names, *extra], **options)
+
+        self._gauges = {name: gauge(name, text) for name, text in GAUGES.items()}
+        self._pages = gauge("pages", "KV pages in use by format.", "format")
+        self._counters = {name: counter(name, text) for name, text in COUNTERS.items()}
+        self._demotions = counter("demotions_total", "Pages re-encoded to a smaller format, by step.", "step")
+        self._read: dict[tuple[str, str], int] = {}
+
+    def update(self, stats: CacheStats) -> None:
+        """Publish one reading. The first one makes every series appear, zeros included."""
+        for name, metric in self._gauges.items():
+            metric.labels(**self._labels).set(getattr(stats, name))
+        for page_format, num_pages in stats.pages.items():
+            self._pages.labels(**self._labels, format=page_format).set(num_pages)
+        for name, metric in self._counters.items():
+            metric.labels(**self._labels).inc(self._advance(name, "", getattr(stats, name)))
+        for step, num_pages in stats.demotions_total.items():
+            advance = self._advance("demotions_total", step, num_pages)
+            self._demotions.labels(**self._labels, step=step).inc(advance)
+
+    def _advance(self, name: str, label: str, total: int) -> int:
+        """What `total` adds to the last reading. A total that fell was reset and counts from 0, as in Prometheus."""
+        last = self._read.get((name, label), 0)
+        self._read[name, label] = total
+        return total - last if total >= last else total

@@ -1,0 +1,175 @@
+"""When the cache is reported, and what the lines say. Needs no SGLang."""
+
+import logging
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang_csa2 import decode_log
+
+from csa2.stats import CacheStats
+
+STATS = CacheStats(
+    arena_bytes=46976205,
+    used_bytes=12000000,
+    slab_bytes=12897485,
+    pages={"bf16": 3, "fp8": 0, "fp4": 44},
+    page_bytes={"bf16": 737280, "fp8": 380160, "fp4": 195840},
+    logical_tokens=3008,
+    capacity_tokens=8192,
+    compression_ratio=3.049,
+    metadata_fraction=0.1,
+    demotions_total={"bf16->fp8": 4, "bf16->fp4": 40},
+    compactions_total=0,
+    evicted_tokens_total=0,
+    prefix_hit_tokens_total=12,
+    prompt_tokens_total=100,
+    identity_basis_layers=[],
+    options={},
+)
+
+
+class FakeMetrics:
+    """Stands in for CacheMetrics."""
+
+    def __init__(self, labels: dict[str, Any], gauge_cls: Any, counter_cls: Any) -> None:
+        self.labels = labels
+        self.readings: list[CacheStats] = []
+
+    def update(self, stats: CacheStats) -> None:
+        self.readings.append(stats)
+
+
+class FakeReporter:
+    """What `decode_log` uses of SGLang's SchedulerMetricsReporter."""
+
+    def __init__(self, metrics_enabled: bool, is_stats_logging_rank: bool = True) -> None:
+        self.current_scheduler_metrics_enabled = metrics_enabled
+        self.is_stats_logging_rank = is_stats_logging_rank
+        self.metrics_collector = SimpleNamespace(last_log_time=0.0, labels={"tp_rank": 0}) if metrics_enabled else None
+        self.forward_ct_decode = 0
+        self.decode_log_interval = 4
+
+    def report_decode_stats(self) -> None:
+        self.forward_ct_decode += 1
+        if self.forward_ct_decode % self.decode_log_interval == 0:
+            self.log_stats()
+        decode_log.after_report_decode_stats(None, self, False, running_batch=None)
+
+    def report_prefill_stats(self) -> None:
+        self.log_stats()
+        decode_log.after_report_metrics(None, self, batch=None)
+
+    def idle_turn(self, due: bool) -> None:
+        if due:
+            self.log_stats()
+        decode_log.after_report_metrics(None, self)
+
+    def log_stats(self) -> None:
+        if self.metrics_collector is not None:
+            self.metrics_collector.last_log_time += 1.0
+
+
+class Reads:
+    """Counts readings."""
+
+    count = 0
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Reads:
+    reads = Reads()
+
+    def read_stats(scheduler: Any) -> CacheStats:
+        reads.count += 1
+        return STATS
+
+    module: Any = ModuleType("sglang_csa2.stats")
+    module.read_stats = read_stats
+    monkeypatch.setitem(sys.modules, "sglang_csa2.stats", module)
+    monkeypatch.setattr(decode_log, "CacheMetrics", FakeMetrics)
+    caplog.set_level(logging.INFO)
+    return reads
+
+
+def start(reporter: FakeReporter) -> FakeMetrics:
+    report = decode_log.attach(SimpleNamespace(metrics_reporter=reporter))
+    metrics: Any = report._metrics
+    return metrics
+
+
+def test_stats_line() -> None:
+    assert decode_log.format_stats_line(STATS) == (
+        "csa2: #page bf16 3, fp8 0, fp4 44, arena 12.3 MiB of 44.8 MiB (27 %), ratio 3.05x, "
+        "demoted 44, evicted tokens 0, hit rate 12.0 %"
+    )
+
+
+def test_start_line() -> None:
+    assert decode_log.format_start_line(STATS) == (
+        "csa2 pool ready, #page: 128, #token: 8192, page_bytes: bf16 737280, fp8 380160, fp4 195840, arena: 44.8 MiB"
+    )
+
+
+def test_start_writes_a_line_and_a_first_reading(reads: Reads, caplog: pytest.LogCaptureFixture) -> None:
+    metrics = start(FakeReporter(metrics_enabled=True))
+    assert (reads.count, metrics.readings, metrics.labels) == (1, [STATS], {"tp_rank": 0})
+    assert [record.message for record in caplog.records] == [decode_log.format_start_line(STATS)]
+
+
+def test_decode_line_has_the_interval_of_sglang(reads: Reads, caplog: pytest.LogCaptureFixture) -> None:
+    reporter = FakeReporter(metrics_enabled=False)
+    start(reporter)
+    caplog.clear()
+    for _ in range(9):
+        reporter.report_decode_stats()
+    assert [record.message for record in caplog.records] == [decode_log.format_stats_line(STATS)] * 2
+    assert reads.count == 3
+
+
+def test_line_and_metrics_share_one_reading(reads: Reads) -> None:
+    reporter = FakeReporter(metrics_enabled=True)
+    metrics = start(reporter)
+    for _ in range(8):
+        reporter.report_decode_stats()
+    assert (reads.count, len(metrics.readings)) == (3, 3)
+
+
+def test_metrics_follow_prefill_and_due_idle_turns(reads: Reads, caplog: pytest.LogCaptureFixture) -> None:
+    reporter = FakeReporter(metrics_enabled=True)
+    metrics = start(reporter)
+    caplog.clear()
+    reporter.report_prefill_stats()
+    for turn in range(100):
+        reporter.idle_turn(due=turn == 50)
+    assert (reads.count, len(metrics.readings)) == (3, 3)
+    assert caplog.records == []
+
+
+def test_without_metrics_prefill_and_idle_read_nothing(reads: Reads) -> None:
+    reporter = FakeReporter(metrics_enabled=False)
+    start(reporter)
+    reporter.report_prefill_stats()
+    reporter.idle_turn(due=True)
+    assert reads.count == 1
+
+
+def test_other_ranks_write_no_lines(reads: Reads, caplog: pytest.LogCaptureFixture) -> None:
+    reporter = FakeReporter(metrics_enabled=False, is_stats_logging_rank=False)
+    start(reporter)
+    for _ in range(8):
+        reporter.report_decode_stats()
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_without_csa2_nothing_is_attached(reads: Reads, monkeypatch: pytest.MonkeyPatch, enabled: bool) -> None:
+    module: Any = ModuleType("sglang_csa2.args")
+    module.enabled_here = lambda: enabled
+    monkeypatch.setitem(sys.modules, "sglang_csa2.args", module)
+    reporter = FakeReporter(metrics_enabled=False)
+    decode_log.after_scheduler_init(None, SimpleNamespace(metrics_reporter=reporter), 1, key=2)
+    for _ in range(4):
+        reporter.report_decode_stats()
+    assert reads.count == (2 if enabled else 0)

@@ -1,0 +1,119 @@
+"""Prometheus metrics of the cache. Needs no SGLang."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+from sglang_csa2.metrics import CacheMetrics
+
+from csa2.stats import CacheStats
+
+LABELS = {"model_name": "m", "engine_type": "unified", "tp_rank": 0}
+
+
+def make_stats(**changes: Any) -> CacheStats:
+    fields: dict[str, Any] = {
+        "arena_bytes": 4096,
+        "used_bytes": 0,
+        "slab_bytes": 0,
+        "pages": {"bf16": 0, "fp8": 0, "fp4": 0},
+        "page_bytes": {"bf16": 400, "fp8": 200, "fp4": 100},
+        "logical_tokens": 0,
+        "capacity_tokens": 8192,
+        "compression_ratio": 1.0,
+        "metadata_fraction": 0.0,
+        "demotions_total": {"bf16->fp8": 0, "bf16->fp4": 0},
+        "compactions_total": 0,
+        "evicted_tokens_total": 0,
+        "prefix_hit_tokens_total": 0,
+        "prompt_tokens_total": 0,
+        "identity_basis_layers": [],
+        "options": {},
+    }
+    return CacheStats(**{**fields, **changes})
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    return CollectorRegistry()
+
+
+@pytest.fixture
+def metrics(registry: CollectorRegistry) -> CacheMetrics:
+    return CacheMetrics(LABELS, registry=registry)
+
+
+def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None:
+    base = {key: str(text) for key, text in LABELS.items()}
+    return registry.get_sample_value(f"sglang:csa2_{name}", {**base, **labels})
+
+
+def test_first_reading_shows_every_series(registry: CollectorRegistry, metrics: CacheMetrics) -> None:
+    metrics.update(make_stats())
+    assert value(registry, "arena_bytes") == 4096
+    assert value(registry, "capacity_tokens") == 8192
+    assert value(registry, "compression_ratio") == 1
+    for name in ("used_bytes", "slab_bytes", "logical_tokens", "metadata_fraction"):
+        assert value(registry, name) == 0
+    for page_format in ("bf16", "fp8", "fp4"):
+        assert value(registry, "pages", format=page_format) == 0
+    for step in ("bf16->fp8", "bf16->fp4"):
+        assert value(registry, "demotions_total", step=step) == 0
+    for name in ("compactions_total", "evicted_tokens_total", "prefix_hit_tokens_total", "prompt_tokens_total"):
+        assert value(registry, name) == 0
+
+
+def test_gauges_hold_the_last_reading(registry: CollectorRegistry, metrics: CacheMetrics) -> None:
+    metrics.update(make_stats(used_bytes=5000, compression_ratio=3.5, pages={"bf16": 3, "fp8": 0, "fp4": 44}))
+    metrics.update(make_stats(used_bytes=100, compression_ratio=2.5, pages={"bf16": 1, "fp8": 0, "fp4": 2}))
+    assert value(registry, "used_bytes") == 100
+    assert value(registry, "compression_ratio") == 2.5
+    assert value(registry, "pages", format="fp4") == 2
+
+
+def test_counters_follow_the_totals(registry: CollectorRegistry, metrics: CacheMetrics) -> None:
+    for total in (0, 40, 40, 100):
+        metrics.update(make_stats(prompt_tokens_total=total, demotions_total={"bf16->fp8": 0, "bf16->fp4": total}))
+    assert value(registry, "prompt_tokens_total") == 100
+    assert value(registry, "demotions_total", step="bf16->fp4") == 100
+    assert value(registry, "demotions_total", step="bf16->fp8") == 0
+
+
+def test_total_that_was_reset_counts_on(registry: CollectorRegistry, metrics: CacheMetrics) -> None:
+    for total in (100, 30):
+        metrics.update(make_stats(evicted_tokens_total=total))
+    assert value(registry, "evicted_tokens_total") == 130
+
+
+PUBLISH = """
+import sys
+sys.path.insert(0, {tests!r})
+from test_metrics import LABELS, CacheMetrics, make_stats
+assert "sglang" not in sys.modules
+metrics = CacheMetrics(LABELS)
+metrics.update(make_stats(prompt_tokens_total=7))
+metrics.update(make_stats(prompt_tokens_total=9, used_bytes=5))
+"""
+SCRAPE = """
+from prometheus_client import CollectorRegistry, generate_latest, multiprocess
+registry = CollectorRegistry()
+multiprocess.MultiProcessCollector(registry)
+print(generate_latest(registry).decode())
+"""
+
+
+def test_another_process_scrapes_them(tmp_path: Path) -> None:
+    """As in a server: the scheduler publishes, the HTTP process answers /metrics."""
+    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+    publish = PUBLISH.format(tests=str(Path(__file__).parent))
+    subprocess.run([sys.executable, "-c", publish], env=environment, check=True)
+    command = [sys.executable, "-c", SCRAPE]
+    text = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+    labels = 'engine_type="unified",model_name="m",tp_rank="0"'
+    assert f"sglang:csa2_prompt_tokens_total{{{labels}}} 9.0" in text
+    assert f"sglang:csa2_used_bytes{{{labels}}} 5.0" in text
+    assert 'step="bf16->fp4"' in text
