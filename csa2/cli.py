@@ -54,7 +54,11 @@ def _parser() -> argparse.ArgumentParser:
         description="Print versions, machine and options. With --url also what a running server reports.",
     )
     info.add_argument(
-        "--url", metavar="URL", help="address of a server started with --kv-compress csa2, like http://127.0.0.1:30000"
+        "--url",
+        nargs="?",
+        const="http://127.0.0.1:30000",
+        metavar="URL",
+        help="also ask the server at URL (default: %(const)s), started with --kv-compress csa2",
     )
     info.add_argument("--json", action="store_true", help="print JSON instead of text")
     return parser
