@@ -1,0 +1,43 @@
+# Everything a developer needs. The work is done by the scripts in .ci, which say in one line what is wrong.
+SHELL := /bin/bash
+
+VENV ?= .venv
+PORT ?= 30000
+HOST ?= 127.0.0.1
+PYTHON ?= python3
+ARGS ?=
+export VENV PORT HOST PYTHON
+
+BIN = $(VENV)/bin
+# $(call or_say,STEP,HOW TO FIX): after a command; one line when it fails. No commas or quotes in the text.
+or_say = || { echo '$(1) failed: $(2)' >&2; exit 1; }
+
+.DEFAULT_GOAL := help
+.PHONY: help setup serve test check format clean
+
+help: ## List the goals
+	@echo 'Goals of make:'
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  \1@\2/p' Makefile | awk -F@ '{ printf "%-10s %s\n", $$1, $$2 }'
+	@echo 'Variables: VENV=$(VENV) PORT=$(PORT) HOST=$(HOST) PYTHON=$(PYTHON) ARGS="more options for serve or test"'
+
+setup: ## Make the environment VENV and fetch the demo model
+	@.ci/setup.sh
+
+serve: ## Serve the demo model on PORT, in the foreground
+	@.ci/serve.sh $(ARGS)
+
+test: setup ## Run the tests; ARGS goes on to pytest
+	@$(BIN)/python -m pytest $(ARGS) $(call or_say,test,see the summary of pytest above)
+
+check: setup ## Lint, format, types and generated documents
+	@echo 'check: ruff check' && $(BIN)/ruff check . $(call or_say,check,ruff found the faults above)
+	@echo 'check: ruff format' && $(BIN)/ruff format --check . $(call or_say,check,run `make format`)
+	@echo 'check: mypy' && $(BIN)/mypy $(call or_say,check,mypy found the faults above)
+	@echo 'check: docs/options.md' && $(BIN)/python -m sglang_csa2.options_doc --check docs/options.md \
+		$(call or_say,check,docs/options.md is not what the options say; run python -m sglang_csa2.options_doc docs/options.md)
+
+format: setup ## Format the code
+	@$(BIN)/ruff format .
+
+clean: ## Remove the environment VENV and the caches of the tools
+	@.ci/clean.sh
