@@ -1,0 +1,98 @@
+"""Byte accounting in slabs: what fits into an arena, exactly.
+
+A slab holds pages of one format, and compaction can always gather the pages of a format into as few slabs as they need.
+So a mix of pages fits if and only if the slabs needed, rounded up per format, do not exceed the slabs there are. All
+admission decisions use this one rule; nothing here touches memory.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from csa2.errors import OptionError
+from csa2.formats import PLAIN, SMALL, packing
+from csa2.units import format_bytes
+
+MIN_PLAIN_PAGES = 4
+"""The smallest arena: one page being written, one being filled by a prompt, and a slab of sealed pages beside them."""
+_MAX_SLAB_PAGES = 32
+
+
+@dataclass(frozen=True)
+class ArenaPlan:
+    """How an arena is cut: slab size, number of slabs, pages per slab by format."""
+
+    slab_bytes: int
+    num_slabs: int
+    page_bytes: tuple[int, ...]
+    pages_per_slab: tuple[int, ...]
+
+    @property
+    def arena_bytes(self) -> int:
+        """Bytes in all slabs."""
+        return self.slab_bytes * self.num_slabs
+
+    @property
+    def max_pages(self) -> int:
+        """Most pages the arena can hold: all in the smallest format."""
+        return self.num_slabs * self.pages_per_slab[SMALL]
+
+    def slabs_needed(self, counts: Sequence[int]) -> int:
+        """Slabs for `counts[f]` pages of each format f, after compaction."""
+        return sum(-(-n // per_slab) for n, per_slab in zip(counts, self.pages_per_slab, strict=True))
+
+    def fits(self, counts: Sequence[int]) -> bool:
+        """Whether `counts[f]` pages of each format f fit together."""
+        return self.slabs_needed(counts) <= self.num_slabs
+
+    def fitting(self, counts: Tensor) -> Tensor:
+        """(K,) bool: which rows of `counts` (K, formats) int64 fit."""
+        per_slab = torch.tensor(self.pages_per_slab)
+        return ((counts + per_slab - 1) // per_slab).sum(-1) <= self.num_slabs
+
+    def first_fit(self, counts: Tensor) -> int:
+        """Index of the first row of `counts` (K, formats) int64 that fits, or -1."""
+        rows = torch.nonzero(self.fitting(counts))
+        return int(rows[0]) if rows.numel() else -1
+
+    def small_room(self, plain_pages: int) -> int:
+        """Pages of the smallest format that fit beside `plain_pages` pages being written (negative: none, and more)."""
+        free = self.num_slabs - -(-plain_pages // self.pages_per_slab[PLAIN])
+        return free * self.pages_per_slab[SMALL]
+
+    def plain_room(self, small_pages: int) -> int:
+        """Pages being written that fit beside `small_pages` pages of the smallest format."""
+        free = self.num_slabs - -(-small_pages // self.pages_per_slab[SMALL])
+        return free * self.pages_per_slab[PLAIN]
+
+
+def plan_arena(arena_bytes: int, page_bytes: Sequence[int]) -> ArenaPlan:
+    """Cut `arena_bytes` into slabs.
+
+    The slab is a multiple of the plain page, so that plain pages form one uniform strided tensor. Larger slabs pack coded
+    pages with less waste; more slabs lose less to one part-filled slab per format. The size that holds most coded pages
+    with a slab per format part-filled wins.
+
+    Raises:
+        OptionError: the arena is too small to serve a request.
+    """
+    plain = page_bytes[PLAIN]
+    total = arena_bytes // plain
+    if total < MIN_PLAIN_PAGES:
+        raise OptionError(
+            f"--csa2-arena-size of {arena_bytes} bytes ({format_bytes(arena_bytes)}) is too small for this model: one "
+            f"page of tokens takes {plain} bytes and at least {MIN_PLAIN_PAGES} are needed. Give {MIN_PLAIN_PAGES * plain} "
+            f"bytes or more"
+        )
+
+    def held(slab_pages: int) -> tuple[int, int]:
+        per_slab = packing(slab_pages * plain, page_bytes)
+        full_slabs = max(total // slab_pages - len(page_bytes), 1 if total >= slab_pages else 0)
+        return full_slabs * sum(per_slab[PLAIN + 1 :]), -slab_pages
+
+    # At least four slabs: a page being written, one format for sealed pages, and room to move.
+    best = max(range(1, min(_MAX_SLAB_PAGES, total // MIN_PLAIN_PAGES) + 1), key=held)
+    slab_bytes = best * plain
+    return ArenaPlan(slab_bytes, total // best, tuple(page_bytes), packing(slab_bytes, page_bytes))

@@ -1,0 +1,217 @@
+"""The page store: virtual pages with their bytes, formats and facts; sealing, demotion and the accounting of both."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from csa2.arena import Arena
+from csa2.capacity import ArenaPlan
+from csa2.errors import IntegrityError
+from csa2.formats import PLAIN, UNMAPPED, FormatLadder
+from csa2.residency import PageFacts, demotion_steps, sealed_format
+from sgl_kernels.basis import orthonormal_basis
+from sgl_kernels.page_codec.reference import open_pages, seal_pages
+
+CODEC_BATCH_PAGES = 8
+"""Pages encoded at a time: bounds the fp32 workspace of sealing whatever the prompt length."""
+
+
+class PageStore:
+    """Owns the arena and the facts of its pages.
+
+    A page is mapped plain, is open until all its slots are written, and is full from then on. Only full pages are
+    re-encoded, and only towards the end of the ladder.
+    """
+
+    def __init__(self, ladder: FormatLadder, plan: ArenaPlan, num_virtual_pages: int, device: str = "cpu") -> None:
+        self.ladder = ladder
+        self.arena = Arena(plan, num_virtual_pages, device)
+        self.facts = PageFacts.empty(num_virtual_pages)
+        self.basis = orthonormal_basis(ladder.geometry.head_dim).to(device)
+        self.page_size = ladder.geometry.page_size
+        self.shared_format = PLAIN
+        self.clock = 0
+        names = ladder.names
+        self.demotions_total = {f"{a}->{b}": 0 for i, a in enumerate(names) for b in names[i + 1 :]}
+
+    @property
+    def open_pages(self) -> int:
+        """Mapped pages that are not fully written and so cannot be compressed."""
+        return int(((self.arena.formats[1:] == PLAIN) & (self.facts.written[1:] < self.page_size)).sum())
+
+    @property
+    def mapped_pages(self) -> int:
+        """Pages in use, the padding page left out."""
+        return sum(self.arena.counts)
+
+    def map_pages(self, pages: Tensor) -> None:
+        """Give unmapped `pages` a plain place filled with zeros.
+
+        Zeros, because a partly written page is read as a whole: stale bytes could be NaN, and NaN times a zero weight is
+        NaN in another request.
+
+        Raises:
+            ArenaFullError: no room; call `make_room` first.
+        """
+        self.arena.allocate(pages, PLAIN)
+        self.facts.forget(pages)
+        self.facts.last_use[pages] = self.clock
+        self.arena.zero_pages(PLAIN, pages)
+
+    def unmap_pages(self, pages: Tensor) -> None:
+        """Give back mapped `pages`; their bytes are gone."""
+        self.arena.release(pages)
+        self.facts.forget(pages)
+
+    def clear(self) -> None:
+        """Unmap every page."""
+        self.arena.clear()
+        self.facts.forget(torch.arange(1, self.arena.formats.numel()))
+
+    def record_writes(self, slots: Tensor) -> None:
+        """Note that the virtual token `slots` (T,) of plain pages are written in this forward pass.
+
+        Raises:
+            IntegrityError: a slot lies in a page that is not mapped, or already compressed.
+        """
+        pages = slots // self.page_size
+        if bool((self.arena.formats[pages] != PLAIN).any()):
+            bad = pages[self.arena.formats[pages] != PLAIN][0]
+            state = int(self.arena.formats[bad])
+            what = "an unmapped" if state == UNMAPPED else f"a {self.ladder.names[state]}"
+            raise IntegrityError(f"write to {what} page {int(bad)}: only plain pages take new tokens")
+        self.facts.written.index_add_(0, pages, torch.ones_like(pages, dtype=torch.int16))
+        self.facts.written[0] = 0
+
+    def touch(self, pages: Tensor) -> None:
+        """Note that `pages` are read in this forward pass."""
+        self.facts.last_use[pages] = self.clock
+
+    def seal(self, pages: Tensor) -> int:
+        """Compress those of `pages` that are plain and full to the format of their role; the number compressed.
+
+        A page that finds no room for its smaller form stays plain: it is among the first to go under pressure.
+        """
+        ready = (self.arena.formats[pages] == PLAIN) & (self.facts.written[pages] >= self.page_size)
+        chosen = torch.unique(pages[ready])
+        target = sealed_format(self.facts, chosen, self.shared_format)
+        return self._reencode(chosen[target != PLAIN], target[target != PLAIN])
+
+    def cold_pages(self, age: int) -> Tensor:
+        """Plain full pages not used for `age` forward passes."""
+        ready = (self.arena.formats == PLAIN) & (self.facts.written >= self.page_size)
+        return torch.nonzero(ready & (self.facts.last_use < self.clock - age)).squeeze(-1)
+
+    def make_room(self, num_pages: int, hot_pages: Callable[[], Tensor]) -> bool:
+        """Demote as few pages as it takes until `num_pages` plain pages can be mapped.
+
+        Args:
+            hot_pages: pages in hot windows of running requests; asked only when something must be demoted.
+
+        Returns:
+            Whether they fit now. If not, everything that can be demoted has been.
+        """
+        arena = self.arena
+        if arena.fits([num_pages, *([0] * (len(arena.counts) - 1))]):
+            return True
+        steps = demotion_steps(self.facts, arena.formats, hot_pages(), self.page_size, self.shared_format)
+        k = steps.pages.numel()
+        formats = len(arena.counts)
+        change = torch.zeros(k + 1, formats, dtype=torch.int64)
+        change[0] = torch.tensor(arena.counts)
+        change[0, PLAIN] += num_pages
+        rows = torch.arange(1, k + 1)
+        change[rows, steps.source] -= 1
+        change[rows, steps.target] += 1
+        taken = arena.plan.first_fit(change.cumsum(0))
+        fits = taken >= 0
+        taken = taken if fits else k
+        final = torch.full_like(arena.formats, UNMAPPED, dtype=torch.int64)
+        # A page's later step overwrites its earlier one: each page is re-encoded once, to where it ends up.
+        final.scatter_reduce_(0, steps.pages[:taken], steps.target[:taken], "amax")
+        pages = torch.nonzero(final > PLAIN).squeeze(-1)
+        self._reencode(pages, final[pages])
+        return fits
+
+    def read(self, pages: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values (n, L, G, S, D) fp32 of mapped `pages`, opened from whatever format each has."""
+        geometry = self.ladder.geometry
+        shape = (
+            pages.numel(),
+            geometry.num_layers,
+            geometry.num_kv_heads,
+            geometry.page_size,
+            geometry.head_dim,
+        )
+        keys, values = torch.empty(shape), torch.empty(shape)
+        present = self.arena.formats[pages]
+        for index, layout in enumerate(self.ladder.layouts):
+            chosen = torch.nonzero(present == index).squeeze(-1)
+            if chosen.numel() == 0:
+                continue
+            data = self.arena.read_pages(index, pages[chosen])
+            if layout.is_plain:
+                pair = data.view(geometry.dtype).view(chosen.numel(), geometry.num_layers, 2, *shape[2:]).float()
+                keys[chosen], values[chosen] = pair[:, :, 0], pair[:, :, 1]
+            else:
+                keys[chosen], values[chosen] = open_pages(data, layout, self.basis)
+        return keys, values
+
+    def check_integrity(self) -> None:
+        """Recompute the accounting from the page table.
+
+        Raises:
+            IntegrityError: names the first thing that does not add up.
+        """
+        self.arena.check_integrity()
+        coded = self.arena.formats > PLAIN
+        if bool((self.facts.written[coded] != self.page_size).any()):
+            raise IntegrityError("a compressed page is not full")
+        if bool((self.facts.written > self.page_size).any()):
+            raise IntegrityError("a page has more writes than slots")
+        if bool((self.facts.written[self.arena.formats == UNMAPPED] != 0).any()):
+            raise IntegrityError("an unmapped page has writes")
+
+    def _reencode(self, pages: Tensor, target: Tensor) -> int:
+        """Re-encode full `pages` (n,), each to its own `target` format, as far as slabs allow; the number re-encoded.
+
+        Slabs are whole, so a state in between may need one more slab than there are even where the goal does not. Pages
+        are therefore moved in waves that each end in a state that fits.
+        """
+        before = self.arena.formats[pages].long()
+        counts = torch.zeros(pages.numel() + 1, len(self.arena.counts), dtype=torch.int64)
+        counts[0] = torch.tensor(self.arena.counts)
+        rows = torch.arange(1, pages.numel() + 1)
+        counts[rows, before] -= 1
+        counts[rows, target] += 1
+        ends = torch.nonzero(self.arena.plan.fitting(counts.cumsum(0))).squeeze(-1).tolist()
+        done = 0
+        for i, end in enumerate(ends):
+            is_last = i + 1 == len(ends)
+            if end > done and (is_last or ends[i + 1] - done > CODEC_BATCH_PAGES):
+                self._reencode_wave(pages[done:end], before[done:end], target[done:end])
+                done = end
+        return done
+
+    def _reencode_wave(self, pages: Tensor, before: Tensor, target: Tensor) -> None:
+        packed: dict[int, list[Tensor]] = {}
+        placed: dict[int, list[Tensor]] = {}
+        for start in range(0, pages.numel(), CODEC_BATCH_PAGES):
+            batch = pages[start : start + CODEC_BATCH_PAGES]
+            wanted = target[start : start + CODEC_BATCH_PAGES]
+            keys, values = self.read(batch)
+            for index in torch.unique(wanted).tolist():
+                chosen = wanted == index
+                data = seal_pages(keys[chosen], values[chosen], self.ladder.layouts[index], self.basis)
+                packed.setdefault(index, []).append(data)
+                placed.setdefault(index, []).append(batch[chosen])
+        # Release before allocating: the place of the smaller form may be the one that is freed.
+        self.arena.release(pages)
+        for index, data in packed.items():
+            where = torch.cat(placed[index])
+            self.arena.allocate(where, index)
+            self.arena.write_pages(index, where, torch.cat(data))
+        names = self.ladder.names
+        for source, goal in torch.stack((before, target), 1).tolist():
+            self.demotions_total[f"{names[source]}->{names[goal]}"] += 1

@@ -1,0 +1,96 @@
+"""Number formats of stored pages: code tables and their rounding.
+
+E2M1 is the 4-bit float of the OCP Microscaling specification (v1.0), E4M3 its 8-bit float. Scales are unsigned
+E5M3: like E4M3 without the sign, so that one more exponent bit covers every model and decoding is one shift.
+"""
+
+import torch
+from torch import Tensor
+
+E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1_MAX = 6.0
+INT4_MAX = 7.0
+"""Symmetric codes -7..7; the sixteenth code, -8, is left unused so that zero stays exact and both signs reach as far."""
+INT4_ASYMMETRIC_MAX = 7.5
+"""Asymmetric codes are the sixteen levels -7.5 .. 7.5 around a midpoint."""
+E4M3_MAX = 448.0
+
+UE5M3_MIN = 2.0**-15
+UE5M3_MAX = 1.875 * 2.0**16
+_UE5M3_SHIFT = 20  # fp32 keeps 23 mantissa bits, three stay
+_UE5M3_BIAS = (127 - 15) << 3
+
+SATURATION = 2.0**15
+"""Largest magnitude that a sealed page keeps. Anything beyond (inf included) saturates and NaN becomes 0, so that one
+broken token cannot spread through the page mean. With it every scale stays inside UE5M3 for head_dim up to 256."""
+
+
+def encode_ue5m3(scale: Tensor, *, round_up: bool = False) -> Tensor:
+    """Nearest unsigned E5M3 byte of non-negative fp32 `scale` (or the next one above), clamped to its range."""
+    clamped = scale.clamp(UE5M3_MIN, UE5M3_MAX)
+    bits = clamped.contiguous().view(torch.int32)
+    bits = bits + ((1 << _UE5M3_SHIFT) - 1 if round_up else 1 << (_UE5M3_SHIFT - 1))
+    return ((bits >> _UE5M3_SHIFT) - _UE5M3_BIAS).clamp_(0, 255).to(torch.uint8)
+
+
+def decode_ue5m3(code: Tensor) -> Tensor:
+    """fp32 value of unsigned E5M3 bytes: 2^(e-15) (1 + m/8), without zero or denormals."""
+    return ((code.to(torch.int32) + _UE5M3_BIAS) << _UE5M3_SHIFT).view(torch.float32)
+
+
+def encode_e4m3(value: Tensor) -> Tensor:
+    """E4M3 bytes of fp32 `value`, saturating at 448 (the plain conversion would give NaN beyond it)."""
+    return value.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+def decode_e4m3(code: Tensor) -> Tensor:
+    """fp32 value of E4M3 bytes."""
+    return code.view(torch.float8_e4m3fn).to(torch.float32)
+
+
+def round_e2m1(value: Tensor) -> Tensor:
+    """4-bit E2M1 codes (0..15, sign in bit 3) of fp32 `value`, to nearest, ties away from zero, saturating at 6."""
+    magnitude = value.abs().clamp_(max=E2M1_MAX)
+    # Below 1 the grid is uniform (steps of 1/2); from 1 on it has one mantissa bit, so the code is the rounded top of
+    # the fp32 bits: exponent and one mantissa bit, counted from 1.0 -> code 2.
+    low = (magnitude * 2 + 0.5).to(torch.int32)
+    high = ((magnitude.view(torch.int32) + (1 << 21)) >> 22) - ((127 << 1) - 2)
+    code = torch.where(magnitude < 1, low, high)
+    return (code | ((value < 0).to(torch.int32) << 3)).to(torch.uint8)
+
+
+def round_int4(value: Tensor) -> Tensor:
+    """4-bit offset codes (value + 8: 1..15) of fp32 `value`, to nearest, saturating at +-7."""
+    return (value.round().clamp_(-INT4_MAX, INT4_MAX) + 8).to(torch.uint8)
+
+
+def round_int4_asymmetric(value: Tensor) -> Tensor:
+    """4-bit codes (value + 7.5: 0..15) of fp32 `value`, to nearest, saturating at +-7.5."""
+    return (value + INT4_ASYMMETRIC_MAX).round_().clamp_(0, 15).to(torch.uint8)
+
+
+def pack_nibbles(codes: Tensor) -> Tensor:
+    """(..., D) codes 0..15 -> (..., D/2) bytes; the even channel lies in the low nibble."""
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+
+
+def nibble_values(kind: str) -> Tensor:
+    """(16,) fp32: the value of each 4-bit code; `kind` is "e2m1", "int4" or "int4_asymmetric"."""
+    if kind == "e2m1":
+        positive = torch.tensor(E2M1_MAGNITUDES)
+        return torch.cat((positive, -positive))
+    levels = torch.arange(16, dtype=torch.float32)
+    return levels - (8.0 if kind == "int4" else INT4_ASYMMETRIC_MAX)
+
+
+def nibble_pairs(kind: str) -> Tensor:
+    """(256,) int64: for each byte the fp32 values of its low and high nibble side by side, for one-gather unpacking."""
+    values = nibble_values(kind)
+    byte = torch.arange(256)
+    return torch.stack((values[byte & 15], values[byte >> 4]), dim=-1).view(torch.int64).reshape(-1)
+
+
+def unpack_nibbles(packed: Tensor, pairs: Tensor) -> Tensor:
+    """(..., D/2) bytes -> (..., D) fp32 by the table `pairs` of `nibble_pairs`."""
+    flat = pairs.index_select(0, packed.reshape(-1).to(torch.int32))
+    return flat.view(torch.float32).view(*packed.shape[:-1], packed.shape[-1] * 2)

@@ -1,0 +1,1 @@
+"""Sealing and opening pages. `reference` (torch) is the specification."""

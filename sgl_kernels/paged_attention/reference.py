@@ -1,0 +1,209 @@
+"""Attention over compressed pages in torch: the specification of every kernel.
+
+Everything folds to the query side. A page gives a partial result and its log-sum-exp; the partials of a request are
+combined by one n-way merge. Queries are (tokens, H, D); query head h reads KV head h // (H / G).
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from sgl_kernels.page_codec.reference import open_layer
+from sgl_kernels.page_layout import PageLayout
+from sgl_kernels.paged_attention.plan import FormatPages, PagePlan
+
+WORKSPACE_VALUES = 1 << 23
+"""fp32 values opened at a time (32 MiB): bounds the memory of a step whatever the batch and the context."""
+
+
+def gather_blocks(arena: Tensor, offsets: Tensor, layout: PageLayout, layer: int) -> Tensor:
+    """(N, layer_bytes) uint8: the block of `layer` in the pages at byte `offsets` (N,)."""
+    step = math.gcd(layout.layer_bytes, 1 << 30)
+    rows = (arena.numel() - layout.layer_bytes) // step + 1
+    # Overlapping rows: row i is the block that starts at byte i * step, so one gather copies whole blocks.
+    view = arena.as_strided((rows, layout.layer_bytes), (step, 1))
+    return view.index_select(0, (offsets + layer * layout.layer_bytes) // step)
+
+
+def open_plain(arena: Tensor, offsets: Tensor, layout: PageLayout, layer: int) -> tuple[Tensor, Tensor]:
+    """Keys and values (N, G, S, D) in the model dtype of plain pages."""
+    g = layout.geometry
+    block = gather_blocks(arena, offsets, layout, layer).view(g.dtype)
+    pair = block.view(-1, 2, g.num_kv_heads, g.page_size, g.head_dim)
+    return pair[:, 0], pair[:, 1]
+
+
+def write_plain(arena: Tensor, rows: Tensor, layout: PageLayout, layer: int, keys: Tensor, values: Tensor) -> None:
+    """Store new tokens in plain pages.
+
+    Args:
+        rows: (T,) int64 from `plain_rows`.
+        keys, values: (T, G, D).
+    """
+    g = layout.geometry
+    table = arena.view(g.dtype).view(-1, g.head_dim)
+    heads = torch.arange(g.num_kv_heads, device=rows.device) * g.page_size
+    start = layer * 2 * g.num_kv_heads * g.page_size
+    target = (rows[:, None] + (heads + start)[None, :]).reshape(-1)
+    table.index_copy_(0, target, keys.reshape(-1, g.head_dim).to(g.dtype))
+    table.index_copy_(0, target + g.num_kv_heads * g.page_size, values.reshape(-1, g.head_dim).to(g.dtype))
+
+
+def plain_rows(page_offsets: Tensor, slots: Tensor, layout: PageLayout) -> Tensor:
+    """Row of `slots` (T,) (place inside the page) of the plain pages at byte `page_offsets` (T,), layer 0, head 0."""
+    g = layout.geometry
+    return page_offsets // (g.head_dim * g.dtype.itemsize) + slots
+
+
+def decode(query: Tensor, arena: Tensor, plan: PagePlan, layer: int, scale: float, basis: Tensor) -> Tensor:
+    """Attention of one new token per request over its pages.
+
+    Args:
+        query: (B, H, D) any float dtype, rotated.
+        arena: (bytes,) uint8.
+        plan: pages of the batch; each request needs at least one.
+        scale: softmax scale.
+        basis: (D, D) fp32.
+
+    Returns:
+        (B, H, D) fp32.
+    """
+    batch, heads, dim = query.shape
+    q = query.to(torch.float32)
+    flat_q = q @ basis
+    partials = []
+    for part in plan.parts:
+        geometry = part.layout.geometry
+        per_page = geometry.num_kv_heads * geometry.page_size * dim * 2
+        block = max(1, WORKSPACE_VALUES // per_page)
+        for start in range(0, part.owner.numel(), block):
+            piece = FormatPages(
+                part.layout,
+                part.owner[start : start + block],
+                part.offsets[start : start + block],
+                part.lengths[start : start + block],
+            )
+            partials.append(_page_partials(q, flat_q, arena, piece, layer, scale))
+    owner = torch.cat([p[0] for p in partials])
+    top = torch.cat([p[1] for p in partials])
+    best = torch.full((batch, heads), -math.inf, device=query.device)
+    best.scatter_reduce_(0, owner[:, None].expand_as(top), top, "amax")
+    weight = torch.exp(top - best[owner])
+    mass = torch.zeros(batch, heads, device=query.device)
+    mass.index_add_(0, owner, weight * torch.cat([p[2] for p in partials]))
+    plain = torch.zeros(batch, heads, dim, device=query.device)
+    flat = torch.zeros_like(plain)
+    start = 0
+    for pages, _, _, weighted, in_basis in partials:
+        end = start + pages.numel()
+        (flat if in_basis else plain).index_add_(0, pages, weighted * weight[start:end, :, None])
+        start = end
+    return (plain + flat @ basis) / mass[..., None]
+
+
+def _page_partials(
+    q: Tensor, flat_q: Tensor, arena: Tensor, part: FormatPages, layer: int, scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor, bool]:
+    """Per page: owner (N,), largest logit (N, H), sum of exp (N, H), weighted values (N, H, D), values in the basis?"""
+    layout = part.layout
+    g, s, d = layout.geometry.num_kv_heads, layout.geometry.page_size, layout.geometry.head_dim
+    n, heads = part.owner.numel(), q.shape[1]
+    grouped = (n, g, heads // g, d)
+    if layout.is_plain:
+        keys, values = open_plain(arena, part.offsets, layout, layer)
+        logits = q[part.owner].view(grouped) @ keys.float().transpose(-1, -2)
+    else:
+        opened = open_layer(gather_blocks(arena, part.offsets, layout, layer), layout, layer)
+        identity = layer in layout.geometry.identity_layers
+        page_q = (q if identity else flat_q)[part.owner].view(grouped)
+        if identity:
+            logits = (page_q * opened.k_scales) @ opened.k_codes.transpose(-1, -2)
+        else:
+            logits = (page_q @ opened.k_codes.transpose(-1, -2)) * opened.k_scales.transpose(-1, -2)
+        logits = logits + page_q @ opened.k_means.transpose(-1, -2)
+    logits = logits * scale
+    beyond = torch.arange(s, device=q.device)[None, :] >= part.lengths[:, None]
+    logits = logits.masked_fill(beyond[:, None, None, :], -math.inf)
+    top = logits.amax(-1)
+    p = torch.exp(logits - top[..., None])
+    mass = p.sum(-1)
+    if layout.is_plain:
+        weighted = p @ values.float()
+    else:
+        weighted = (p * opened.v_scales.transpose(-1, -2)) @ opened.v_codes + mass[..., None] * opened.v_means
+    return part.owner, top.view(n, heads), mass.view(n, heads), weighted.reshape(n, heads, d), not layout.is_plain
+
+
+def extend(
+    query: Tensor, keys: Tensor, values: Tensor, arena: Tensor, prefix: PagePlan, layer: int, scale: float, basis: Tensor
+) -> Tensor:
+    """Attention of T new tokens of one request over its pages and, causally, over themselves.
+
+    Args:
+        query: (T, H, D) rotated.
+        keys, values: (T, G, D) of the same tokens.
+        prefix: pages before the first new token (one request, may be empty).
+
+    Returns:
+        (T, H, D) in the dtype of `query`. Products are computed in that dtype, sums in fp32.
+    """
+    tokens, heads, dim = query.shape
+    groups = keys.shape[1]
+    repeat = heads // groups
+    q = query.transpose(0, 1)[None]
+    k = keys.transpose(0, 1).repeat_interleave(repeat, 0)[None]
+    v = values.transpose(0, 1).repeat_interleave(repeat, 0)[None]
+    outputs = [_flash(q, k, v, scale, causal=True)]
+    # No mask towards the prefix: the query group can lie on the query axis, and each key is read once per group.
+    grouped = q.reshape(1, groups, repeat * tokens, dim)
+    for part in prefix.parts:
+        part_k, part_v, basis_q = _open_prefix(grouped, arena, part, layer, basis)
+        out, lse = _flash(basis_q, part_k[None], part_v[None], scale, causal=False)
+        if not part.layout.is_plain:
+            out = (out.float() @ basis).to(query.dtype)
+        outputs.append((out.reshape(1, heads, tokens, dim), lse.reshape(1, heads, tokens)))
+    return merge(outputs)[0].transpose(0, 1)
+
+
+def merge(partials: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Combine partial results: outputs (..., D) with natural log-sum-exp (...), in the dtype of the first output."""
+    if len(partials) == 1:
+        return partials[0][0]
+    lse = torch.stack([p[1].float() for p in partials])
+    weight = torch.softmax(lse, 0)[..., None]
+    total = sum(p[0].float() * weight[i] for i, p in enumerate(partials))
+    assert isinstance(total, Tensor)
+    return total.to(partials[0][0].dtype)
+
+
+def _open_prefix(
+    grouped_q: Tensor, arena: Tensor, part: FormatPages, layer: int, basis: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys and values (G, entries, D) of the pages of one request in one format, and the query in their basis."""
+    dtype, groups, dim = grouped_q.dtype, grouped_q.shape[1], grouped_q.shape[-1]
+    # Only the last page of a request may be partial, and only while it is plain.
+    entries = int(part.lengths.sum())
+    if part.layout.is_plain:
+        keys, values = open_plain(arena, part.offsets, part.layout, layer)
+        q = grouped_q
+    else:
+        opened = open_layer(gather_blocks(arena, part.offsets, part.layout, layer), part.layout, layer)
+        keys, values = opened.keys(), opened.values()
+        identity = layer in part.layout.geometry.identity_layers
+        q = grouped_q if identity else (grouped_q.float() @ basis).to(dtype)
+    keys = keys.transpose(0, 1).reshape(groups, -1, dim)[:, :entries].to(dtype)
+    values = values.transpose(0, 1).reshape(groups, -1, dim)[:, :entries].to(dtype)
+    return keys, values, q
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool) -> tuple[Tensor, Tensor]:
+    """(1, H, T, D) output and (1, H, T) natural log-sum-exp."""
+    if q.device.type == "cpu":
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+        return out, lse
+    logits = (q.float() @ k.float().transpose(-1, -2)) * scale
+    if causal:
+        future = torch.ones(logits.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        logits = logits.masked_fill(future, -math.inf)
+    return (torch.softmax(logits, -1) @ v.float()).to(q.dtype), torch.logsumexp(logits, -1)
