@@ -1,0 +1,146 @@
+"""Three steps in SGLang's argument resolution: refuse and force early, look at the model, verify at the end.
+
+They run once, in the process that resolves the arguments, before any process of the server is spawned. A user mistake
+ends there with a named error as the last line. UPSTREAM(sglang 0.5.23: step names of `arg_groups/resolution_hooks.py`).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from csa2.errors import IntegrityError, OptionError
+from csa2.options import PAGE_SIZE
+from sglang_csa2 import plugin, refusals
+from sglang_csa2.args import SCHEME, Csa2ServerArgs, check_unused_options, enabled, flag_of, options_from
+
+SOURCE = "csa2"
+"""Who declared our values, in SGLang's provenance."""
+
+Step = Callable[[Any], None]
+
+
+class Forced(msgspec.Struct, frozen=True, kw_only=True):
+    """An option the scheme sets. Another explicit value of the user is refused, never overwritten."""
+
+    field: str
+    value: object
+    unset: object
+    reason: str
+
+
+FORCED: tuple[Forced, ...] = (
+    Forced(field="page_size", value=PAGE_SIZE, unset=None, reason="pages are compressed and shared as a whole"),
+    Forced(field="attention_backend", value=SCHEME, unset=None, reason="it reads compressed pages"),
+    Forced(field="radix_cache_backend", value=SCHEME, unset=None, reason="it says which pages are shared"),
+    Forced(field="disable_decode_cuda_graph", value=True, unset=False, reason=refusals.REPLAY),
+    Forced(field="disable_prefill_cuda_graph", value=True, unset=False, reason=refusals.REPLAY),
+)
+
+SPLIT_BACKENDS = ("prefill_attention_backend", "decode_attention_backend")
+"""Options that override the attention backend for one phase; only our own name may stand there."""
+
+SERVED_DEVICES = ("cpu",)
+
+
+def register() -> None:
+    """Hook the three steps. Call once in a process, before the arguments are resolved."""
+    from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+
+    register_resolution_hook("handle_deprecated_dp_attention")(early)  # first step, before any default is filled in
+    register_resolution_hook("handle_model_specific_adjustments")(model)  # first step that looks into the model
+    register_resolution_hook("handle_amd_monokernel")(late)  # last step that may change a value
+
+
+def early(server_args: Any, previous: Step) -> None:
+    """Check all that the arguments alone decide, then declare the forced values.
+
+    Raises:
+        OptionError: an option has an unusable value, or cannot be combined with the scheme.
+        IntegrityError: the plugin is not completely in place.
+    """
+    from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+
+    if isinstance(server_args, Csa2ServerArgs):  # a record made before the plugin loaded has none of our fields
+        check_unused_options(server_args)
+    if enabled(server_args):
+        config = resolving_view(server_args)
+        plugin.require_registration()
+        options_from(config).validate()
+        _check_device(config)
+        refusals.check_options(config)
+        _check_forced(config)
+        declare_resolution(server_args, SOURCE, **{forced.field: forced.value for forced in FORCED})
+    previous(server_args)
+
+
+def model(server_args: Any, previous: Step) -> None:
+    """Check the model before SGLang's handlers adapt the arguments to it.
+
+    Raises:
+        UnsupportedModelError: its KV cache cannot be compressed.
+    """
+    if enabled(server_args):
+        from sglang.srt.arg_groups.overrides import model_config_of
+
+        refusals.check_model(model_config_of(server_args))
+    previous(server_args)
+
+
+def late(server_args: Any, previous: Step) -> None:
+    """Verify that no later handler undid the early decisions, then wire the launcher.
+
+    Raises:
+        OptionError: a handler resolved an option to a value that is refused.
+        IntegrityError: a handler replaced a forced value, or the launcher cannot be wired.
+    """
+    previous(server_args)
+    if not enabled(server_args):
+        return
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    config = resolving_view(server_args)
+    refusals.check_options(config)
+    for forced in FORCED:
+        value = getattr(config, forced.field)
+        if value != forced.value:
+            raise IntegrityError(
+                f"SGLang resolved {flag_of(forced.field)} to {value!r}, but --kv-compress {SCHEME} needs "
+                f"{forced.value!r}: {forced.reason}. Look in the log above for the option or model that changed it"
+            )
+    plugin.wire_launcher()
+
+
+def _check_forced(config: Any) -> None:
+    for forced in FORCED:
+        fields = (forced.field, *SPLIT_BACKENDS) if forced.field == "attention_backend" else (forced.field,)
+        for field in fields:
+            value = getattr(config, field)
+            if value not in (forced.unset, forced.value):
+                raise OptionError(
+                    f"{flag_of(field)} {value} cannot be combined with --kv-compress {SCHEME}, which sets "
+                    f"{flag_of(forced.field)} {forced.value}: {forced.reason}. Leave {flag_of(field)} out"
+                )
+
+
+def _check_device(config: Any) -> None:
+    """Refuse devices without kernels, and a CPU that no CPU platform of SGLang drives."""
+    from sglang.srt.platforms import current_platform
+    from sglang.srt.platforms.device_mixin import PlatformEnum
+    from sglang.srt.utils.common import get_device
+
+    no_platform = current_platform._enum is PlatformEnum.UNSPECIFIED
+    # Upstream fills in the same device, one step later; without any platform it finds none.
+    device = str(config.device or ("cpu" if no_platform else get_device())).split(":")[0]
+    if device not in SERVED_DEVICES:
+        raise OptionError(
+            f"--kv-compress {SCHEME} on {device} is not available in this version: the kernels for it are not built "
+            f"yet. Use --device cpu on a machine without an accelerator (CUDA_VISIBLE_DEVICES='' hides NVIDIA devices)"
+        )
+    drives_cpu = current_platform.device_type == "cpu" and not no_platform
+    if not drives_cpu:
+        raise OptionError(
+            f"--kv-compress {SCHEME} on the CPU needs a CPU platform, but SGLang has "
+            f"{type(current_platform).__name__}. If SGLANG_PLUGINS is set, list both csa2 and csa2_cpu in it; if "
+            f"SGLANG_PLATFORM is set, unset it; if the machine has an accelerator, hide it (CUDA_VISIBLE_DEVICES='')"
+        )
