@@ -44,8 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument(
         "--cache-dir",
         metavar="DIR",
-        help="folder that holds the model (default: $CSA2_CACHE_DIR, $XDG_CACHE_HOME/sglang-csa2 or "
-        "~/.cache/sglang-csa2)",
+        help="folder that holds the model (default: $CSA2_CACHE_DIR, $XDG_CACHE_HOME/sglang-csa2 or ~/.cache/sglang-csa2)",
     )
 
     info = commands.add_parser(

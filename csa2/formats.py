@@ -64,9 +64,7 @@ def make_ladder(geometry: PageGeometry, kv_format: str) -> FormatLadder:
         allowed = ", ".join(_DTYPE_NAMES.values())
         raise PageFormatError(f"KV dtype {geometry.dtype} cannot be compressed: the model dtype must be one of {allowed}")
     if not 32 <= geometry.head_dim <= 256 or geometry.head_dim % 2:
-        raise PageFormatError(
-            f"head_dim {geometry.head_dim} cannot be compressed: it must be an even number from 32 to 256"
-        )
+        raise PageFormatError(f"head_dim {geometry.head_dim} cannot be compressed: it must be an even number from 32 to 256")
     if kv_format not in _CODES:
         raise PageFormatError(f"kv format {kv_format!r} does not exist: choose one of {', '.join(_CODES)}")
     return FormatLadder(

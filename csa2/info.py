@@ -179,8 +179,7 @@ def _section(title: str, facts: dict[str, Any]) -> list[str]:
 def _explain_status(url: str, code: int) -> str:
     if code == 404:
         return (
-            f"the server at {url} has no /csa2/stats: it was started without --kv-compress csa2. Start it with that "
-            f"option"
+            f"the server at {url} has no /csa2/stats: it was started without --kv-compress csa2. Start it with that option"
         )
     if code in (401, 403):
         return f"the server at {url} wants its API key (HTTP {code}): set {KEY_VARIABLE} to it and ask again"

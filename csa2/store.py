@@ -208,10 +208,10 @@ class PageStore:
                 placed.setdefault(index, []).append(batch[chosen])
         # Release before allocating: the place of the smaller form may be the one that is freed.
         self.arena.release(pages)
-        for index, data in packed.items():
+        for index, pieces in packed.items():
             where = torch.cat(placed[index])
             self.arena.allocate(where, index)
-            self.arena.write_pages(index, where, torch.cat(data))
+            self.arena.write_pages(index, where, torch.cat(pieces))
         names = self.ladder.names
         for source, goal in torch.stack((before, target), 1).tolist():
             self.demotions_total[f"{names[source]}->{names[goal]}"] += 1

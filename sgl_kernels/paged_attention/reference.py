@@ -136,7 +136,14 @@ def _page_partials(
 
 
 def extend(
-    query: Tensor, keys: Tensor, values: Tensor, arena: Tensor, prefix: PagePlan, layer: int, scale: float, basis: Tensor
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    arena: Tensor,
+    prefix: PagePlan,
+    layer: int,
+    scale: float,
+    basis: Tensor,
 ) -> Tensor:
     """Attention of T new tokens of one request over its pages and, causally, over themselves.
 

@@ -1,0 +1,170 @@
+"""The allocator: virtual pages for SGLang, mapped and unmapped in the page store as they change hands.
+
+`available_size` stays virtual, which the leak check of the scheduler adds up. Bytes are enforced where the scheduler asks
+whether something fits: admission (`budget`), room for an extend or a decode step, and the longest request at all.
+
+UPSTREAM(sglang 0.5.23): subclass of `PagedTokenToKVPoolAllocator`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.utils import get_num_new_pages
+from torch import Tensor
+
+from csa2.errors import IntegrityError
+from csa2.formats import PLAIN, SMALL
+from csa2.store import PageStore
+from sglang_csa2.budget import ByteBudget, request_overhead_pages
+from sglang_csa2.pool import pages_of
+
+
+class Csa2Allocator(PagedTokenToKVPoolAllocator):
+    """Hands out virtual pages and keeps the byte accounting exact."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.hot_pages: Callable[[], Tensor] = lambda: torch.empty(0, dtype=torch.int64)
+        """Pages in hot windows of running requests; the scheduler puts its own function here."""
+        super().__init__(*args, **kwargs)
+
+    @property
+    def store(self) -> PageStore:
+        """The page store behind the pool."""
+        store: PageStore = self._kvcache.store
+        return store
+
+    # Allocation: room first, so that a refusal leaves the free list as it was.
+
+    def alloc(self, need_size: int) -> Tensor | None:
+        """Slots of whole new pages, or None if they do not fit."""
+        return self._mapped(need_size // self.page_size, lambda: super(Csa2Allocator, self).alloc(need_size))
+
+    def alloc_extend(
+        self,
+        prefix_lens: Tensor,
+        prefix_lens_cpu: Tensor,
+        seq_lens: Tensor,
+        seq_lens_cpu: Tensor,
+        last_loc: Tensor,
+        extend_num_tokens: int,
+        num_new_pages: int | None = None,
+    ) -> Tensor | None:
+        """Slots for new tokens of a batch, or None if their pages do not fit."""
+        if num_new_pages is None:
+            num_new_pages = self._new_pages(prefix_lens_cpu, seq_lens_cpu)
+        grow = super().alloc_extend
+        return self._mapped(
+            num_new_pages,
+            lambda: grow(prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu, last_loc, extend_num_tokens, num_new_pages),
+        )
+
+    def alloc_decode(self, seq_lens: Tensor, seq_lens_cpu: Tensor, last_loc: Tensor) -> Tensor | None:
+        """One slot per request, or None if the new pages do not fit."""
+        num_new_pages = get_num_new_pages(seq_lens=seq_lens_cpu, page_size=self.page_size, decode=True)
+        grow = super().alloc_decode
+        return self._mapped(num_new_pages, lambda: grow(seq_lens, seq_lens_cpu, last_loc))
+
+    def _mapped(self, num_pages: int, take: Callable[[], Tensor | None]) -> Tensor | None:
+        if num_pages and not self.store.make_room(num_pages, self.hot_pages):
+            return None
+        slots = take()
+        if slots is not None and num_pages:
+            pages = pages_of(slots, self.page_size)
+            if pages.numel() != num_pages:
+                raise IntegrityError(f"csa2: {num_pages} new pages were expected, SGLang took {pages.numel()}")
+            self.store.map_pages(pages.cpu())
+        return slots
+
+    def _release_page_ids(self, *page_ids: Tensor) -> None:
+        for pages in page_ids:
+            self.store.unmap_pages(pages.long().cpu())
+        super()._release_page_ids(*page_ids)
+
+    def clear(self) -> None:
+        """Forget every page (start and flush)."""
+        super().clear()
+        self.store.clear()
+
+    # Capacity: the scheduler's questions, answered in bytes.
+
+    def create_prefill_budget(self, tree_cache: Any, *, num_mixed_decode_tokens: int = 0) -> ByteBudget:
+        """The admission budget of one prefill pass."""
+        return ByteBudget(self, tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens)
+
+    def max_new_tokens_for_memory(
+        self,
+        input_tokens: int,
+        max_new_tokens: int,
+        *,
+        token_capacity: int,
+        sliding_window_size: int | None,
+        chunk_size: int | None,
+    ) -> int | None:
+        """Tokens that a request may generate in an otherwise empty arena, or None if its prompt alone does not fit.
+
+        Agrees with `ByteBudget`: what passes here is admitted once it is alone, so a request never waits for ever.
+        """
+        page_size = self.store.page_size
+        overhead = (1 + request_overhead_pages(self.store)) * page_size
+        room = min(self.single_request_tokens(), token_capacity) - overhead - 1
+        prompt = -(-input_tokens // page_size) * page_size
+        whole_prompt_at_once = chunk_size is None or chunk_size <= 0
+        if whole_prompt_at_once and prompt // page_size > self.store.arena.plan.plain_room(0) - 1:
+            return None
+        if prompt > room:
+            return None
+        return max(0, min(max_new_tokens, room - prompt))
+
+    def single_request_tokens(self) -> int:
+        """Tokens of the longest request that an empty arena serves: sealed pages beside the two being written."""
+        return max(0, self.store.arena.plan.small_room(2)) * self.store.page_size
+
+    def get_extend_allocation_demand(
+        self, prefix_lens_cpu: Tensor, seq_lens_cpu: Tensor, *, conservative_num_tokens: int, shard_size: int
+    ) -> int:
+        """Tokens in the pages that an extend really takes; a page more per request would demote for nothing."""
+        return self._new_pages(prefix_lens_cpu, seq_lens_cpu) * self.store.page_size
+
+    def evict_to_free_tokens(self, tree_cache: Any, num_tokens: int) -> bool:
+        """Make room for `num_tokens` in new pages: demote, and evict from the tree only when nothing can be demoted."""
+        super().evict_to_free_tokens(tree_cache, num_tokens)
+        num_pages = -(-num_tokens // self.page_size)
+        while not self.store.make_room(num_pages, self.hot_pages):
+            if tree_cache is None or not tree_cache.supports_prefix_sharing():
+                return False
+            shortfall = self._missing_small_pages(num_pages) * self.page_size
+            if tree_cache.evict(EvictParams(num_tokens=shortfall)).num_tokens_evicted == 0:
+                return False
+        return bool(self.available_size() >= num_tokens)
+
+    def check_decode_capacity(
+        self, *, num_tokens: int, tree_cache: Any, requests: Any = None, spec_algorithm: Any = None
+    ) -> bool:
+        """Whether the next decode step fits; if not, the scheduler retracts requests until it does."""
+        return self.evict_to_free_tokens(tree_cache, num_tokens)
+
+    def verify_byte_accounting(self) -> list[str]:
+        """What does not add up, for the scheduler's idle check; empty when healthy."""
+        faults = []
+        try:
+            self.store.check_integrity()
+        except IntegrityError as error:
+            faults.append(f"csa2: {error}")
+        free = len(self.get_all_free_pages())
+        if self.store.mapped_pages + free != self.num_pages:
+            faults.append(f"csa2: {self.store.mapped_pages} mapped + {free} free pages are not {self.num_pages}")
+        return faults
+
+    def _new_pages(self, prefix_lens_cpu: Tensor, seq_lens_cpu: Tensor) -> int:
+        return int(get_num_new_pages(seq_lens=seq_lens_cpu, page_size=self.page_size, prefix_lens=prefix_lens_cpu))
+
+    def _missing_small_pages(self, num_pages: int) -> int:
+        """Pages that must go before `num_pages` plain ones fit, everything else being as small as it gets."""
+        arena = self.store.arena
+        counts = list(arena.counts)
+        counts[PLAIN] += num_pages
+        over = arena.plan.slabs_needed(counts) - arena.plan.num_slabs
+        return max(1, over * arena.plan.pages_per_slab[SMALL])

@@ -1,0 +1,138 @@
+"""The attention backend `csa2`: SGLang's batches in, page plans and operators out.
+
+UPSTREAM(sglang 0.5.23): subclass of `AttentionBackend`, registered by name.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from torch import Tensor
+
+from csa2.errors import IntegrityError, UnsupportedModelError
+from sgl_kernels.paged_attention import reference
+from sgl_kernels.paged_attention.plan import PagePlan, plan_pages
+from sglang_csa2.model import check_attention
+from sglang_csa2.pool import Csa2KVPool
+
+
+@dataclass(frozen=True)
+class ExtendRow:
+    """One request of an extend batch with more than one new token."""
+
+    start: int
+    """First of its tokens in the batch."""
+    end: int
+    prefix: PagePlan
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What one forward pass reads; shared by all layers."""
+
+    decode: PagePlan | None
+    """Requests with one new token: read whole, new token included."""
+    decode_tokens: Tensor
+    """(B,) int64 index of their token in the batch."""
+    extend: tuple[ExtendRow, ...]
+
+
+class Csa2AttentionBackend(AttentionBackend):
+    """Attention straight from compressed pages."""
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__()
+        pool = runner.token_to_kv_pool
+        if not isinstance(pool, Csa2KVPool):
+            raise IntegrityError(f"csa2: the attention backend needs Csa2KVPool, SGLang built {type(pool).__name__}")
+        check_attention(runner.model, pool.start_layer, pool.layer_num)
+        self.pool = pool
+        self.store = pool.store
+        self.req_to_token: Tensor = runner.req_to_token_pool.req_to_token
+        self._step: StepPlan | None = None
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Plan one forward pass: note what is written and read, and split the pages by format."""
+        if forward_batch.forward_mode.is_idle():
+            return
+        store = self.store
+        store.clock += 1
+        self.pool.begin_forward(forward_batch.out_cache_loc)
+        lengths = forward_batch.seq_lens.long()
+        pages = self._page_table(forward_batch.req_pool_indices, int(forward_batch.seq_lens_cpu.max()))
+        depth = torch.arange(pages.shape[1]) * store.page_size
+        store.touch(pages[depth[None, :] < lengths[:, None]])
+        store.facts.first[pages[:, 0]] = True
+        if forward_batch.forward_mode.is_decode():
+            tokens = torch.arange(lengths.numel())
+            self._step = StepPlan(self._plan(pages, lengths), tokens, ())
+        else:
+            self._step = self._plan_extend(forward_batch, pages, lengths)
+
+    def forward_decode(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **kwargs: Any
+    ) -> Tensor:
+        """Attention of one new token per request."""
+        return self._attend(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
+
+    def forward_extend(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **kwargs: Any
+    ) -> Tensor:
+        """Attention of new tokens over what is cached and over themselves."""
+        return self._attend(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
+
+    def support_triton(self) -> bool:
+        """No: SGLang's Triton helpers expect slot-row buffers."""
+        return False
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save: bool, extra: dict[str, Any]
+    ) -> Tensor:
+        unknown = sorted(name for name, value in extra.items() if value is not None)
+        if unknown:
+            raise UnsupportedModelError(f"--kv-compress csa2: attention called with {unknown}, which it cannot honour")
+        step = self._step
+        if step is None:
+            raise IntegrityError("csa2: attention runs before its forward pass was planned")
+        if save and k is not None:
+            self.pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
+        query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        out = torch.zeros_like(query)
+        arena, basis = self.store.arena.buffer, self.store.basis
+        index = layer.layer_id - self.pool.start_layer
+        if step.decode is not None:
+            one = reference.decode(query[step.decode_tokens], arena, step.decode, index, layer.scaling, basis)
+            out[step.decode_tokens] = one.to(out.dtype)
+        for row in step.extend:
+            part = slice(row.start, row.end)
+            keys = k[part].view(-1, layer.tp_k_head_num, layer.qk_head_dim)
+            values = v[part].view(-1, layer.tp_v_head_num, layer.v_head_dim)
+            out[part] = reference.extend(query[part], keys, values, arena, row.prefix, index, layer.scaling, basis)
+        return out.view(q.shape[0], -1)
+
+    def _page_table(self, rows: Tensor, max_length: int) -> Tensor:
+        """(B, P) int64 virtual pages of the requests in `rows`."""
+        columns = torch.arange(0, max_length, self.store.page_size)
+        return self.req_to_token[rows[:, None], columns[None, :]].long() // self.store.page_size
+
+    def _plan(self, pages: Tensor, lengths: Tensor) -> PagePlan:
+        arena = self.store.arena
+        return plan_pages(pages, lengths, arena.formats, arena.offsets, self.store.ladder.layouts, self.store.page_size)
+
+    def _plan_extend(self, forward_batch: Any, pages: Tensor, lengths: Tensor) -> StepPlan:
+        new = forward_batch.extend_seq_lens.long()
+        ends = new.cumsum(0)
+        single = torch.nonzero(new == 1).squeeze(-1)
+        decode = self._plan(pages[single], lengths[single]) if single.numel() else None
+        rows = []
+        for row in torch.nonzero(new > 1).squeeze(-1).tolist():
+            prefix = self._plan(pages[row : row + 1], (lengths - new)[row : row + 1])
+            rows.append(ExtendRow(int(ends[row] - new[row]), int(ends[row]), prefix))
+        return StepPlan(decode, (ends - 1)[single], tuple(rows))
+
+
+def make_backend(runner: Any) -> Csa2AttentionBackend:
+    """Factory for `--attention-backend csa2`."""
+    return Csa2AttentionBackend(runner)

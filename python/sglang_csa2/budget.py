@@ -1,0 +1,124 @@
+"""Admission in bytes.
+
+Two limits. *Total*: every page of an admitted request must fit once it is sealed, so it is counted in pages of the
+smallest format; pages that cannot be sealed, one open page per request, cost more and are charged as overhead. *Current*:
+the tokens of the next forward pass are written plain, so a pass may not take more pages than fit plain after everything
+else has been demoted or evicted; a longer prompt is cut into chunks.
+
+Both limits count what demotion and eviction could free. A budget that did not would leave a request queued for ever on
+an idle server.
+
+UPSTREAM(sglang 0.5.23): subclass of `PrefillBudget`, made anew for each prefill pass.
+"""
+
+from typing import Any
+
+from sglang.srt.mem_cache.prefill_budget import PrefillBudget
+
+from csa2.formats import PLAIN, SMALL
+from csa2.store import PageStore
+
+
+def request_overhead_pages(store: PageStore) -> int:
+    """Smallest-format pages that the open page of a request costs beyond the one that SGLang charges anyway."""
+    per_slab = store.arena.plan.pages_per_slab
+    return -(-per_slab[SMALL] // per_slab[PLAIN]) - 1
+
+
+class ByteBudget(PrefillBudget):
+    """What one prefill pass may still admit, in tokens of equal price."""
+
+    def __init__(self, allocator: Any, tree_cache: Any, *, num_mixed_decode_tokens: int = 0) -> None:
+        super().__init__(allocator, tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens)
+        self.store: PageStore = allocator.store
+        self.total_offset: int
+        self._overhead_tokens = request_overhead_pages(self.store) * self.page_size
+        self._promised_tokens = 0
+
+    @property
+    def remaining_total(self) -> int:
+        """Tokens that fit beside everything that stays, at the price of the smallest format."""
+        open_pages = self.store.open_pages
+        sealed = self._staying_pages() - open_pages
+        room = self.store.arena.plan.small_room(open_pages) - sealed
+        # Virtual slots can run out first where the user capped them.
+        return int(min(room * self.page_size, self._available_and_evictable()) - self.total_offset)
+
+    @property
+    def remaining_current(self) -> int:
+        """Tokens that can be written in this pass, at the price of plain pages."""
+        open_pages = self.store.open_pages
+        sealed = self._staying_pages() - open_pages
+        room = self.store.arena.plan.plain_room(sealed) - open_pages
+        return int(min(room * self.page_size, self._available_and_evictable()) - self.current_offset)
+
+    def check_prefill(
+        self,
+        *,
+        extend_input_len: int,
+        total_tokens: int,
+        max_new_tokens: int,
+        input_tokens: int,
+        swa_host_hit_length: int,
+        chunk_limit: int | None,
+        auxiliary_swa_host_hit_length: int = 0,
+    ) -> tuple[bool, int | None]:
+        """Whether a request may start, and how many of its tokens this pass may take."""
+        needed = total_tokens + self._overhead_tokens
+        if needed >= self.remaining_total:
+            return False, None
+        limit = self._chunk(extend_input_len, chunk_limit)
+        if limit is None:
+            return False, None
+        self._promised_tokens = needed
+        return True, limit if chunk_limit is not None else None
+
+    def available_chunk_tokens(self, chunk_limit: int) -> int | None:
+        """Tokens that a request already begun may take in this pass; None makes it wait for others to finish."""
+        return self._chunk(chunk_limit, chunk_limit)
+
+    def fit_chunk(self, *, extend_input_len: int, max_new_tokens: int, chunk_limit: int) -> int | None:
+        """The next chunk of a request already begun; the rest of it stays promised."""
+        self._promised_tokens = self.ceil_paged_tokens(extend_input_len) + self.page_size + max_new_tokens
+        return self._chunk(extend_input_len, chunk_limit)
+
+    def can_allocate_prefill(
+        self, *, paged_input: int, extend_input_len: int, max_new_tokens: int, chunk_limit: int | None
+    ) -> bool:
+        """Whether a request fits when the radix tree is off."""
+        if paged_input + self._overhead_tokens >= self.remaining_total:
+            return False
+        if chunk_limit is not None:
+            paged_input = min(paged_input, chunk_limit)
+        return paged_input <= self.remaining_current
+
+    def reserve(
+        self,
+        extend_input_len: int,
+        max_new_tokens: int,
+        *,
+        extra_tokens: int = 0,
+        chunk_limit: int | None = None,
+        is_chunked_continuation: bool = False,
+    ) -> None:
+        """Charge a request. The part of its prompt beyond this chunk is charged too: it was promised when it started."""
+        before = self.total_offset
+        super().reserve(extend_input_len, max_new_tokens, extra_tokens=extra_tokens)
+        if not is_chunked_continuation:
+            self.total_offset += self._overhead_tokens
+        self.total_offset = max(self.total_offset, before + self._promised_tokens)
+        self._promised_tokens = 0
+
+    def _staying_pages(self) -> int:
+        """Mapped pages that eviction cannot free."""
+        evictable: int = self.tree_cache.evictable_size() // self.page_size
+        return self.store.mapped_pages - evictable
+
+    def _chunk(self, wanted: int, chunk_limit: int | None) -> int | None:
+        """Tokens of whole pages for this pass, at most `chunk_limit`; None if there is no room for a page."""
+        # One page stays free: a chunk that starts inside a page takes one page more than its length says.
+        room = (self.remaining_current - self.page_size) // self.page_size * self.page_size
+        if chunk_limit is None:
+            return wanted if self.ceil_paged_tokens(wanted) <= room else None
+        limit = min(chunk_limit, room)
+        return limit if limit > 0 else None

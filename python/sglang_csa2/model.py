@@ -1,0 +1,107 @@
+"""What the plugin must know of the loaded model: which attention layers it can serve, which keep a key bias.
+
+UPSTREAM(sglang 0.5.23): reads `RadixAttention`, `QKVParallelLinear`, `RotaryEmbedding` modules by type and attribute.
+"""
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from csa2.errors import UnsupportedModelError
+from csa2.key_bias import SURVIVING_BIAS_THRESHOLD, surviving_bias_ratio, surviving_share
+from csa2.options import PAGE_SIZE
+
+logger = logging.getLogger(__name__)
+
+
+def attention_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
+    """Every attention layer: dotted name and module of its parent, and the `RadixAttention` itself."""
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
+        if isinstance(module, RadixAttention):
+            parent = name.rpartition(".")[0]
+            yield parent, modules[parent], module
+
+
+def check_attention(model: nn.Module, start_layer: int, num_layers: int) -> None:
+    """Refuse a model with an attention layer that compressed pages cannot serve.
+
+    Raises:
+        UnsupportedModelError: names the layer and the reason.
+    """
+    from sglang.srt.layers.radix_attention import AttentionType
+
+    found = set()
+    for name, _, layer in attention_layers(model):
+        reasons = {
+            "it attends to another sequence (cross attention)": layer.is_cross_attention,
+            "it is not causal (encoder)": layer.attn_type != AttentionType.DECODER,
+            f"it has a sliding window of {layer.sliding_window_size}": layer.sliding_window_size > -1,
+            f"its logits are capped at {layer.logit_cap}": bool(layer.logit_cap),
+            "its queries are scaled with the position (xai_temperature_len)": layer.xai_temperature_len > 0,
+            f"keys have {layer.qk_head_dim} channels and values {layer.v_head_dim}": layer.qk_head_dim != layer.v_head_dim,
+        }
+        for reason, holds in reasons.items():
+            if holds:
+                raise UnsupportedModelError(
+                    f"--kv-compress csa2 does not support this model: attention layer {name!r}: {reason}. Serve it "
+                    f"without --kv-compress"
+                )
+        found.add(layer.layer_id)
+    missing = set(range(start_layer, start_layer + num_layers)) - found
+    if missing:
+        raise UnsupportedModelError(
+            f"--kv-compress csa2 does not support this model: layers {sorted(missing)} have no RadixAttention module. "
+            f"Serve it without --kv-compress"
+        )
+
+
+def identity_layers(model: nn.Module, start_layer: int, end_layer: int) -> tuple[int, ...]:
+    """Layers of this rank (counted from 0) whose key bias survives the page mean; their keys keep the identity basis."""
+    flagged = set()
+    parents = dict(model.named_modules())
+    for name, parent, layer in attention_layers(model):
+        ratio = _bias_ratio(parents.get(name.rpartition(".")[0]), parent, layer)
+        if ratio is not None and float(ratio.max()) > SURVIVING_BIAS_THRESHOLD:
+            flagged.add(layer.layer_id - start_layer)
+            logger.info(
+                "csa2: layer %d keeps a key bias of %.1f times its content; its keys are stored per channel",
+                layer.layer_id,
+                float(ratio.max()),
+            )
+    return tuple(sorted(layer for layer in flagged if 0 <= layer <= end_layer - start_layer))
+
+
+def _bias_ratio(block: nn.Module | None, parent: nn.Module, layer: Any) -> Tensor | None:
+    """(G,) ratio of one layer, or None where keys have no bias or do not rotate (a constant is then removed exactly)."""
+    from sglang.srt.layers.linear import QKVParallelLinear
+    from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+
+    qkv = next((m for m in parent.children() if isinstance(m, QKVParallelLinear)), None)
+    rope = next((m for m in parent.children() if isinstance(m, RotaryEmbedding)), None)
+    if qkv is None or rope is None or getattr(qkv, "bias", None) is None or not hasattr(qkv, "weight"):
+        return None
+    heads, dim = layer.tp_k_head_num, layer.qk_head_dim
+    start = layer.tp_q_head_num * dim
+    rows = slice(start, start + heads * dim)
+    weight = qkv.weight.detach()
+    if weight.shape[0] < start + heads * dim or not weight.is_floating_point():
+        # Quantised or packed weights: the content is not readable here, and a missed flag only costs quality.
+        logger.warning("csa2: layer %d has packed QKV weights; its key bias cannot be examined", layer.layer_id)
+        return None
+    norm = getattr(getattr(block, "input_layernorm", None), "weight", None)
+    hidden = weight.shape[1]
+    norm_weight = norm.detach() if norm is not None and norm.numel() == hidden else torch.ones(hidden)
+    cos, sin = rope.cos_sin_cache[:PAGE_SIZE].float().chunk(2, dim=-1)
+    return surviving_bias_ratio(
+        qkv.bias.detach()[rows].view(heads, dim).float().cpu(),
+        weight[rows].view(heads, dim, hidden).float().cpu(),
+        norm_weight.float().cpu(),
+        surviving_share(cos.cpu(), sin.cpu()),
+        neox=rope.is_neox_style,
+    )

@@ -1,0 +1,159 @@
+"""Scheduler hooks: check that everything is in place, seal after each batch, count prefix hits.
+
+UPSTREAM(sglang 0.5.23): AFTER hooks of `Scheduler.__init__`, `init_request_dispatcher`, `process_batch_result`, and a
+BEFORE hook of `run_batch`.
+"""
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from csa2.errors import IntegrityError
+from csa2.options import CacheOptions
+from csa2.store import PageStore
+from sglang_csa2.pool import store_of
+
+logger = logging.getLogger(__name__)
+
+COLD_FORWARD_PASSES = 256
+"""Age at which a plain page that nobody uses is sealed without pressure."""
+COLD_SCAN_INTERVAL = 64
+"""Forward passes between two looks for cold pages."""
+
+
+class CacheSteward:
+    """What the hooks keep for one scheduler."""
+
+    def __init__(self, scheduler: Any, options: CacheOptions) -> None:
+        self.scheduler = scheduler
+        self.options = options
+        self.store: PageStore = store_of(scheduler)
+        self.req_to_token: Tensor = scheduler.req_to_token_pool.req_to_token
+        self.prefix_hit_tokens_total = 0
+        self.prompt_tokens_total = 0
+        self._next_scan = COLD_SCAN_INTERVAL
+        scheduler.token_to_kv_pool_allocator.hot_pages = self.hot_pages
+
+    def hot_pages(self) -> Tensor:
+        """Pages in the newest `hot_tokens` of every request that holds KV now, and beyond them up to what is allocated."""
+        rows, first, last = [], [], []
+        for req in self._active_requests():
+            rows.append(req.kv.req_pool_idx)
+            first.append(max(0, req.kv.kv_committed_len - self.options.hot_tokens) // self.store.page_size)
+            last.append(-(-req.kv.kv_allocated_len // self.store.page_size))
+        if not rows:
+            return torch.empty(0, dtype=torch.int64)
+        begin, end = torch.tensor(first), torch.tensor(last)
+        depth = begin[:, None] + torch.arange(int((end - begin).max()))[None, :]
+        owner, column = torch.nonzero(depth < end[:, None], as_tuple=True)
+        slots = self.req_to_token[torch.tensor(rows)[owner], depth[owner, column] * self.store.page_size]
+        return slots.long() // self.store.page_size
+
+    def note_admissions(self, batch: Any) -> None:
+        """Count what requests that start in this batch found in the tree."""
+        for req, prefix in zip(batch.reqs, batch.prefix_lens, strict=True):
+            # `extend_batch_idx` is 1 in a request's first prefill pass; a retracted request finds its own pages again.
+            if req.extend_batch_idx != 1 or req.retracted_stain:
+                continue
+            self.prompt_tokens_total += len(req.origin_input_ids)
+            if prefix:
+                self.prefix_hit_tokens_total += prefix
+                slots = self.req_to_token[req.kv.req_pool_idx, : prefix : self.store.page_size]
+                self.store.facts.hits[slots.long() // self.store.page_size] += 1
+
+    def seal_batch(self, batch: Any) -> None:
+        """Seal the pages that left the hot window of the requests in `batch`."""
+        rows, limits = [], []
+        for req in batch.reqs:
+            if req.finished() or req.kv is None or req.kv.req_pool_idx is None:
+                continue
+            pages = (req.kv.kv_committed_len - self.options.hot_tokens) // self.store.page_size
+            if pages > 0:
+                rows.append(req.kv.req_pool_idx)
+                limits.append(pages)
+        if rows:
+            self._seal_rows(torch.tensor(rows), torch.tensor(limits), newest_only=batch.forward_mode.is_decode())
+        if self.store.clock >= self._next_scan:
+            self._next_scan = self.store.clock + COLD_SCAN_INTERVAL
+            self.store.seal(self.store.cold_pages(COLD_FORWARD_PASSES))
+
+    def _seal_rows(self, rows: Tensor, limits: Tensor, *, newest_only: bool) -> None:
+        # In decode one page can have left the window since the last step; two columns cover a step seen late.
+        columns = limits[:, None] - 1 - torch.arange(2 if newest_only else int(limits.max()))[None, :]
+        owner, column = torch.nonzero(columns >= 0, as_tuple=True)
+        slots = self.req_to_token[rows[owner], columns[owner, column] * self.store.page_size]
+        self.store.seal(slots.long() // self.store.page_size)
+
+    def _active_requests(self) -> Iterable[Any]:
+        scheduler = self.scheduler
+        batches = (scheduler.running_batch, scheduler.last_batch, scheduler.cur_batch_for_debug)
+        found = {id(req): req for batch in batches if batch is not None for req in batch.reqs}
+        if scheduler.chunked_req is not None:
+            found[id(scheduler.chunked_req)] = scheduler.chunked_req
+        return [r for r in found.values() if r.kv is not None and r.kv.req_pool_idx is not None and not r.finished()]
+
+
+def after_scheduler_init(result: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    """Fail if compression was asked for and any piece of it is missing; then start looking after the cache."""
+    from sglang_csa2.args import enabled_here, options_here
+
+    if not enabled_here():
+        return
+    from sglang_csa2.plugin import require_hooks
+
+    require_hooks()
+    check_pieces(self)
+    self.csa2_steward = CacheSteward(self, options_here())
+
+
+def check_pieces(scheduler: Any) -> None:
+    """Compare what SGLang built with what compression needs.
+
+    Raises:
+        IntegrityError: names the piece and what stands in its place.
+    """
+    from sglang_csa2.allocator import Csa2Allocator
+    from sglang_csa2.attention import Csa2AttentionBackend
+    from sglang_csa2.pool import Csa2KVPool
+    from sglang_csa2.radix import Csa2RadixCache
+
+    allocator = scheduler.token_to_kv_pool_allocator
+    pieces = {
+        "allocator": (allocator, Csa2Allocator),
+        "KV pool": (allocator.get_kvcache(), Csa2KVPool),
+        "radix cache": (scheduler.tree_cache, Csa2RadixCache),
+        "attention backend": (scheduler.tp_worker.model_runner.attn_backend, Csa2AttentionBackend),
+    }
+    for what, (built, wanted) in pieces.items():
+        if not isinstance(built, wanted):
+            raise IntegrityError(
+                f"--kv-compress csa2 was asked for, but SGLang's {what} is {type(built).__name__} and not "
+                f"{wanted.__name__}: another plugin or option replaced it. Nothing was served"
+            )
+
+
+def after_init_request_dispatcher(result: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    """Take control messages."""
+    from sglang_csa2.args import enabled_here
+
+    if enabled_here():
+        from sglang_csa2.control import attach
+
+        attach(self)
+
+
+def before_run_batch(self: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
+    """Note the prefix hits of requests that start."""
+    steward = getattr(self, "csa2_steward", None)
+    if steward is not None and batch.forward_mode.is_extend():
+        steward.note_admissions(batch)
+
+
+def after_process_batch_result(result: Any, self: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
+    """Seal what left the hot windows."""
+    steward = getattr(self, "csa2_steward", None)
+    if steward is not None and not batch.forward_mode.is_idle():
+        steward.seal_batch(batch)

@@ -1,0 +1,39 @@
+"""Reading the cache: one `CacheStats` from a scheduler."""
+
+from typing import Any
+
+import msgspec
+
+from csa2.formats import PLAIN
+from csa2.stats import CacheStats
+from sglang_csa2.pool import store_of
+
+
+def read_stats(scheduler: Any) -> CacheStats:
+    """What the cache of `scheduler` holds now. Call between two batches."""
+    store = store_of(scheduler)
+    steward = scheduler.csa2_steward
+    arena, ladder = store.arena, store.ladder
+    counts = dict(zip(ladder.names, arena.counts, strict=True))
+    used = sum(n * size for n, size in zip(arena.counts, ladder.page_bytes, strict=True))
+    metadata = sum(n * layout.metadata_bytes for n, layout in zip(arena.counts, ladder.layouts, strict=True))
+    mapped = store.mapped_pages
+    options: dict[str, str | int | None] = msgspec.to_builtins(steward.options)
+    return CacheStats(
+        arena_bytes=arena.plan.arena_bytes,
+        used_bytes=used,
+        slab_bytes=arena.used_slabs() * arena.plan.slab_bytes,
+        pages=counts,
+        page_bytes=dict(zip(ladder.names, ladder.page_bytes, strict=True)),
+        logical_tokens=mapped * store.page_size,
+        capacity_tokens=scheduler.token_to_kv_pool_allocator.size,
+        compression_ratio=mapped * ladder.page_bytes[PLAIN] / used if used else 1.0,
+        metadata_fraction=metadata / used if used else 0.0,
+        demotions_total=dict(store.demotions_total),
+        compactions_total=arena.moved_pages_total,
+        evicted_tokens_total=scheduler.tree_cache.evicted_tokens_total,
+        prefix_hit_tokens_total=steward.prefix_hit_tokens_total,
+        prompt_tokens_total=steward.prompt_tokens_total,
+        identity_basis_layers=list(ladder.geometry.identity_layers),
+        options={**options, "impl": steward.options.resolved_impl},
+    )
