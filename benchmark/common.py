@@ -1,0 +1,147 @@
+"""What the benchmarks share: servers under test, prompts, the environment line, medians, JSON output."""
+
+import argparse
+import json
+import os
+import platform
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import requests
+
+START_TIMEOUT_S = 300
+
+
+class Server:
+    """One server process on the demo model. `url` answers once `wait_ready` has returned."""
+
+    def __init__(self, name: str, model: Path, arguments: Sequence[str]) -> None:
+        self.name = name
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self.command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--device", "cpu"]
+        self.command += ["--host", "127.0.0.1", "--port", str(port), *arguments]
+        self.log = Path(tempfile.mkstemp(prefix=f"{name}-", suffix=".log")[1])
+        with self.log.open("wb") as out:
+            self.process = subprocess.Popen(self.command, stdout=out, stderr=subprocess.STDOUT)
+
+    def wait_ready(self) -> None:
+        """Return when the server answers; raise with the log's end when it does not."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                break
+            try:
+                if requests.get(f"{self.url}/model_info", timeout=5).ok:
+                    return
+            except requests.ConnectionError:
+                time.sleep(0.5)
+        raise RuntimeError(f"{self.name} did not start: {self.log}\n" + self.log.read_text(errors="replace")[-2000:])
+
+    def post(self, route: str, **body: Any) -> Any:
+        """POST a JSON body; the JSON answer."""
+        answer = requests.post(self.url + route, json=body, timeout=1800)
+        answer.raise_for_status()
+        return answer.json() if answer.headers.get("content-type", "").startswith("application/json") else answer.text
+
+    def generate(self, input_ids: list[int], max_new_tokens: int, **more: Any) -> Any:
+        """Greedy generation by /generate."""
+        sampling = {"max_new_tokens": max_new_tokens, "temperature": 0, "ignore_eos": True}
+        return self.post("/generate", input_ids=input_ids, sampling_params=sampling, **more)
+
+    def stats(self) -> Any:
+        """GET /csa2/stats."""
+        return requests.get(f"{self.url}/csa2/stats", timeout=60).json()
+
+    def stop(self) -> None:
+        """End the process and its children."""
+        self.process.terminate()
+        try:
+            self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+@contextmanager
+def servers(model: Path, sides: dict[str, Sequence[str]]) -> Iterator[dict[str, Server]]:
+    """Start one server per side, all up together, and end them."""
+    started = {}
+    try:
+        for name, arguments in sides.items():
+            started[name] = Server(name, model, arguments)
+            started[name].wait_ready()
+        yield started
+    finally:
+        for server in started.values():
+            server.stop()
+
+
+def demo_model() -> Path:
+    """Folder of the demo model, made on first use."""
+    from csa2.demo_model import ensure_demo_model
+
+    return Path(ensure_demo_model())
+
+
+def prompts(model: Path, count: int, tokens: int) -> list[list[int]]:
+    """`count` different prompts of `tokens` token ids each: the reference texts that come with Python itself."""
+    from pydoc_data.topics import topics
+
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    ids: list[int] = tokenizer("\n\n".join(topics[name] for name in sorted(topics)))["input_ids"]
+    if count * tokens > len(ids):
+        raise SystemExit(f"only {len(ids) // tokens} prompts of {tokens} tokens can be made")
+    step = len(ids) // count
+    return [ids[i * step : i * step + tokens] for i in range(count)]
+
+
+def environment() -> dict[str, Any]:
+    """What a reader needs to compare numbers."""
+    cpu = platform.processor()
+    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
+        if line.startswith("model name"):
+            cpu = line.split(":", 1)[1].strip()
+            break
+    return {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "omp_num_threads": os.environ.get("OMP_NUM_THREADS", "unset"),
+        "load_average": round(os.getloadavg()[0], 1),
+        **{name: version(name) for name in ("sglang-csa2", "sglang", "torch")},
+        "python": platform.python_version(),
+    }
+
+
+def summary(values: Sequence[float]) -> dict[str, float]:
+    """Median and spread."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def arguments(description: str | None) -> argparse.ArgumentParser:
+    """The options that every benchmark has."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="model folder (default: the demo model)")
+    parser.add_argument("--json", type=Path, help="write results to this file")
+    return parser
+
+
+def report(options: argparse.Namespace, sides: dict[str, Sequence[str]], results: dict[str, Any]) -> None:
+    """Print environment, both sides' settings and results; write them with --json."""
+    record = {"environment": environment(), "sides": {k: list(v) for k, v in sides.items()}, "results": results}
+    print(json.dumps(record, indent=2))
+    if options.json:
+        options.json.write_text(json.dumps(record, indent=2) + "\n")
