@@ -28,6 +28,7 @@ explain_pip() {
     elif grep -qE 'Max retries exceeded|Retry\(total=0|ReadTimeoutError|IncompleteRead|ProtocolError' "$LOG"; then
         fail "the package index does not answer: check the network, or set PIP_INDEX_URL to an index you can reach; log: $LOG"
     elif grep -qE 'ResolutionImpossible|conflicting dependencies' "$LOG"; then
+        said="$(sed -n 's/^.*ERROR: *\(Cannot install .*\)/\1/p' "$LOG" | tail -n 1)"
         fail "requirements.lock and pyproject.toml ask for versions that exclude each other (${said:-no reason given}); log: $LOG"
     else
         fail "pip said: ${said:-nothing}; log: $LOG"

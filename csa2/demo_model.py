@@ -190,8 +190,8 @@ def explain_pip_failure(errors: str) -> str:
         )
     if "from versions: none" in low:
         return (
-            f"cannot download {WHEEL}: no package index that pip can reach offers it. Check the network and PIP_INDEX_URL"
-            f", {AGAIN}"
+            f"cannot download {WHEEL}: no package index that pip can reach offers it. Check the network and "
+            f"PIP_INDEX_URL, {AGAIN}"
         )
     return f"cannot download {WHEEL}: pip said: {said}. Check pip's settings with `pip config list`, {AGAIN}"
 

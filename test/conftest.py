@@ -1,0 +1,22 @@
+"""Fixtures every test may use."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from csa2.demo_model import ensure_demo_model
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> Path:
+    """The folder of the real demo model; fetched when it is not in the cache yet."""
+    return ensure_demo_model()
+
+
+@pytest.fixture
+def clean_env() -> dict[str, str]:
+    """The environment for a child process, without what `make` and this project's options put there."""
+    drop = ("MAKE", "MFLAGS", "VENV", "PORT", "HOST", "PYTHON", "ARGS", "CSA2_", "BASH_ENV")
+    keep = ("PYTHONPATH",)
+    return {name: value for name, value in os.environ.items() if name in keep or not name.startswith(drop)}

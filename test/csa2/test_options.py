@@ -1,0 +1,121 @@
+"""The options record: defaults, and one clear refusal for everything that cannot be honoured."""
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from csa2.errors import Csa2Error, OptionError
+from csa2.options import (
+    CODE_FORMATS,
+    IMPLS,
+    RATIOS,
+    SERVED_IMPLS,
+    SERVED_RATIOS,
+    SHARED_FORMATS,
+    CacheOptions,
+)
+
+MOST_TOKENS = 2**31 - 1
+
+
+def refusal(**changes):
+    """The message that the options with `changes` are refused with."""
+    with pytest.raises(OptionError) as caught:
+        CacheOptions(**changes).validate()
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_the_defaults_are_valid():
+    options = CacheOptions()
+    options.validate()
+    assert options.arena_bytes is None
+    assert options.resolved_impl == "reference"
+
+
+def test_option_errors_are_caught_as_value_errors_and_as_ours():
+    assert issubclass(OptionError, ValueError)
+    assert issubclass(OptionError, Csa2Error)
+
+
+@pytest.mark.parametrize("impl", SERVED_IMPLS)
+@pytest.mark.parametrize("ratio", SERVED_RATIOS)
+@pytest.mark.parametrize("shared_format", SHARED_FORMATS)
+@pytest.mark.parametrize("kv_format", CODE_FORMATS)
+def test_everything_served_is_valid(ratio, impl, shared_format, kv_format):
+    CacheOptions(ratio=ratio, impl=impl, shared_format=shared_format, kv_format=kv_format).validate()
+
+
+@pytest.mark.parametrize(
+    ("field", "option", "allowed"),
+    [
+        ("ratio", "--csa2-ratio", RATIOS),
+        ("kv_format", "--csa2-kv-format", CODE_FORMATS),
+        ("shared_format", "--csa2-shared-format", SHARED_FORMATS),
+        ("impl", "--csa2-impl", IMPLS),
+    ],
+)
+def test_an_unknown_choice_lists_the_known_ones(field, option, allowed):
+    message = refusal(**{field: "nonsense"})
+    assert message.startswith(f"{option} 'nonsense' is unknown")
+    assert message.endswith(", ".join(allowed))
+
+
+@pytest.mark.parametrize("ratio", [ratio for ratio in RATIOS if ratio not in SERVED_RATIOS])
+def test_a_ratio_that_is_not_built_says_what_to_use(ratio):
+    message = refusal(ratio=ratio)
+    assert f"--csa2-ratio {ratio} is not available" in message
+    assert "Use --csa2-ratio" in message
+
+
+@pytest.mark.parametrize("impl", [impl for impl in IMPLS if impl not in SERVED_IMPLS])
+def test_an_implementation_that_is_not_built_says_what_to_use(impl):
+    message = refusal(impl=impl)
+    assert f"--csa2-impl {impl} is not available" in message
+    assert "Use --csa2-impl" in message
+
+
+@pytest.mark.parametrize("size", ["", "0", "-1GiB", "lots"])
+def test_an_arena_size_that_is_no_size_names_the_option(size):
+    assert refusal(arena_size=size).startswith(f"--csa2-arena-size {size!r} is not a size")
+
+
+def test_an_arena_size_is_read_in_bytes():
+    options = CacheOptions(arena_size="1.5GiB")
+    options.validate()
+    assert options.arena_bytes == 3 * 2**29
+
+
+@pytest.mark.parametrize("value", [-1, MOST_TOKENS + 1])
+@pytest.mark.parametrize("name", ["hot", "warm"])
+def test_windows_out_of_range_are_refused(name, value):
+    windows = {"hot_tokens": 0, "warm_tokens": MOST_TOKENS, f"{name}_tokens": value}
+    message = refusal(**windows)
+    assert message.startswith(f"--csa2-{name}-tokens {value} is out of range")
+    assert "0 to 2147483647" in message
+
+
+@given(st.integers(0, MOST_TOKENS), st.integers(0, MOST_TOKENS))
+def test_the_warm_window_contains_the_hot_one(hot, warm):
+    options = CacheOptions(hot_tokens=hot, warm_tokens=warm)
+    if hot <= warm:
+        options.validate()
+        return
+    with pytest.raises(OptionError, match=f"--csa2-warm-tokens {warm} is smaller than --csa2-hot-tokens {hot}"):
+        options.validate()
+
+
+def test_the_record_is_frozen():
+    with pytest.raises(AttributeError):
+        CacheOptions().ratio = "2"  # type: ignore[misc]
+
+
+def test_the_record_survives_json_and_refuses_unknown_fields():
+    options = CacheOptions(arena_size="2GiB", hot_tokens=64, shared_format="fp4")
+    assert msgspec.json.decode(msgspec.json.encode(options), type=CacheOptions) == options
+    with pytest.raises(msgspec.ValidationError, match="unknown field"):
+        msgspec.convert({"hot_token": 64}, CacheOptions)
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert({"ratio": "3"}, CacheOptions)
