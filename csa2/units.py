@@ -42,9 +42,14 @@ def parse_bytes(text: str | int, option: str = "size") -> int:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """`num_bytes` with a binary unit and three significant digits, for log lines."""
+    """`num_bytes` with a binary unit and three significant digits (four from 1000 to 1023), for log lines."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(num_bytes) < 1024:
-            return f"{num_bytes:.3g} {unit}"
+            return f"{_short(num_bytes)} {unit}"
         num_bytes /= 1024
-    return f"{num_bytes:.3g} TiB"
+    return f"{_short(num_bytes)} TiB"
+
+
+def _short(number: float) -> str:
+    # `.3g` turns to exponents where three digits no longer reach the unit.
+    return f"{number:.3g}" if abs(number) < 999.5 else f"{number:.0f}"

@@ -72,7 +72,22 @@ def test_format_examples(number, expected):
     assert format_bytes(number) == expected
 
 
-@given(st.sampled_from(["B", "KiB", "MiB", "GiB", "TiB"]), st.integers(1, 999))
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [
+        (999.4 * 2**20, "999 MiB"),
+        (999.6 * 2**20, "1000 MiB"),
+        (1023 * 2**10, "1023 KiB"),
+        (1023, "1023 B"),
+        (1500 * 2**40, "1500 TiB"),
+        (1234567 * 2**40, "1234567 TiB"),
+    ],
+)
+def test_no_exponent_is_printed(number, expected):
+    assert format_bytes(number) == expected
+
+
+@given(st.sampled_from(["B", "KiB", "MiB", "GiB", "TiB"]), st.integers(1, 1023))
 def test_formatted_sizes_read_back(unit, number):
     text = format_bytes(number * FACTORS["" if unit == "B" else unit])
     assert text == f"{number} {unit}"
