@@ -59,24 +59,32 @@ class Csa2ServerArgs(ServerArgs, kw_only=True, dict=True):  # type: ignore[call-
         ),
     ] = _DEFAULTS.ratio
     csa2_hot_tokens: Annotated[
-        int, Arg(help="Tokens at the end of each running request that are never compressed.")
+        int,
+        Arg(
+            help="Tokens at the end of each running request that stay as the model wrote them, unless memory runs "
+            "short while nothing else is left to compress."
+        ),
     ] = _DEFAULTS.hot_tokens
     csa2_warm_tokens: Annotated[
         int,
         Arg(
-            help="Tokens at the end of each running request that keep the lighter compression; at least as many as "
-            "--csa2-hot-tokens."
+            help="Tokens at the end of each running request that are not merged; at least as many as "
+            "--csa2-hot-tokens. Without effect with --csa2-ratio 1, which merges none."
         ),
     ] = _DEFAULTS.warm_tokens
     csa2_shared_format: Annotated[
         str,
         Arg(
-            help="Number format of pages that several requests share through the prefix cache.",
+            help="Number format of pages that other requests found in the prefix cache, while memory is not short.",
             choices=list(SHARED_FORMATS),
         ),
     ] = _DEFAULTS.shared_format
     csa2_kv_format: Annotated[
-        str, Arg(help="Number format of the compressed pages of one request.", choices=list(CODE_FORMATS))
+        str,
+        Arg(
+            help="Number format of the smallest pages: 4-bit floating point or 4-bit integers.",
+            choices=list(CODE_FORMATS),
+        ),
     ] = _DEFAULTS.kv_format
     csa2_impl: Annotated[
         str,
@@ -142,8 +150,7 @@ def check_unused_options(server_args: Any) -> None:
     for name in ("attention_backend", "prefill_attention_backend", "decode_attention_backend", "radix_cache_backend"):
         if getattr(server_args, name) == SCHEME:
             raise OptionError(
-                f"{flag_of(name)} {SCHEME} works only as a part of --kv-compress {SCHEME}: use that option, it sets "
-                f"this one"
+                f"{flag_of(name)} {SCHEME} works only as a part of --kv-compress {SCHEME}: use that option, it sets this one"
             )
 
 

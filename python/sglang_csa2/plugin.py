@@ -38,9 +38,7 @@ class _Registration:
     def __enter__(self) -> None:
         self.failure = None
 
-    def __exit__(
-        self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None) -> None:
         self.failure = failure
         self.complete = failure is None
 
@@ -174,6 +172,7 @@ def _scheduler_hooks() -> tuple[Hook, ...]:
             "AROUND",
         ),
         Hook("sglang.srt.models.utils.enable_fused_set_kv_buffer", memory.around_enable_fused_set_kv_buffer, "AROUND"),
+        # After ours on Scheduler.__init__: the report reads what that hook makes.
         *(Hook(target, function, "AFTER") for target, function in decode_log.HOOKS),
     )
 

@@ -249,7 +249,7 @@ MODELS: tuple[Refusal, ...] = (
     Refusal(
         what="cross-attention with an encoder",
         found=lambda model: True if model.is_encoder_decoder else None,
-        reason="the entries of the encoder have no position that a page could undo",
+        reason="a page holds entries of one sequence, in order",
         hint=ANOTHER_MODEL,
     ),
     Refusal(
@@ -259,9 +259,9 @@ MODELS: tuple[Refusal, ...] = (
         hint=ANOTHER_MODEL,
     ),
     Refusal(
-        what="rotary positions with several rows (mrope)",
-        found=lambda model: True if model.model_is_mrope else None,
-        reason="a page keeps one position for each token",
+        what="attention logits capped at",
+        found=lambda model: getattr(model.hf_text_config, "attn_logit_softcapping", None),
+        reason="the attention over compressed pages does not cap them",
         hint=ANOTHER_MODEL,
     ),
     Refusal(

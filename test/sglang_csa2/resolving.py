@@ -10,6 +10,7 @@ from sglang.srt.plugins import load_plugins
 load_plugins()
 
 from sglang.srt import server_args as upstream  # noqa: E402 - after the plugins replaced ServerArgs
+
 from sglang_csa2 import plugin  # noqa: E402
 
 LLAMA = {

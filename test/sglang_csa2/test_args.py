@@ -5,6 +5,9 @@ import pickle
 import msgspec
 import pytest
 from resolving import parse, resolve, upstream, write_model
+
+from csa2.errors import IntegrityError, OptionError
+from csa2.options import CacheOptions
 from sglang_csa2 import plugin
 from sglang_csa2.args import (
     CONFIG_NAMESPACE,
@@ -14,9 +17,6 @@ from sglang_csa2.args import (
     options_from,
     options_here,
 )
-
-from csa2.errors import IntegrityError, OptionError
-from csa2.options import CacheOptions
 
 ALL_OPTIONS = {
     "csa2_arena_size": "188MB",
@@ -205,6 +205,7 @@ def test_incomplete_registration_is_reported_where_the_flag_is_used(llama, monke
 
 def test_value_that_a_later_handler_replaced_is_reported(llama):
     from sglang.srt.arg_groups.overrides import declare_resolution
+
     from sglang_csa2 import resolve as steps
 
     record = parse("--model-path", llama, "--kv-compress", "csa2")

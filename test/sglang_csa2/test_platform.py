@@ -10,6 +10,7 @@ import torch
 from resolving import write_model
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
+
 from sglang_csa2 import platform
 from sglang_csa2.cpu_platform import Csa2CpuPlatform
 
@@ -106,7 +107,5 @@ def test_cpu_platform_filtered_out_is_named(tmp_path):
     ended = launch("--model-path", str(model), "--kv-compress", "csa2", SGLANG_PLUGINS="csa2")
     assert ended.returncode == 1
     last = ended.stderr.splitlines()[-1]
-    assert last.startswith(
-        "csa2.errors.OptionError: --kv-compress csa2 on the CPU needs a CPU platform, but SGLang has"
-    )
+    assert last.startswith("csa2.errors.OptionError: --kv-compress csa2 on the CPU needs a CPU platform, but SGLang has")
     assert "list both csa2 and csa2_cpu" in last

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from resolving import resolve, write_model
-from sglang_csa2.refusals import MODELS, OPTIONS, check_model
-from sglang_csa2.resolve import FORCED
 
 from csa2.errors import OptionError, UnsupportedModelError
+from sglang_csa2.refusals import MODELS, OPTIONS, check_model
+from sglang_csa2.resolve import FORCED
 
 REFUSED_OPTIONS = {
     "--tp-size": ["--tp-size", "2"],
@@ -119,9 +119,7 @@ REFUSED_MODELS = {
         "decoder_attention_heads": 2,
     },
     "its task (embedding, reward or classification)": {"architectures": ["LlamaForSequenceClassification"]},
-    "rotary positions with several rows (mrope)": {
-        "rope_scaling": {"rope_type": "default", "mrope_section": [8, 12, 12]},
-    },
+    "attention logits capped at": {"attn_logit_softcapping": 50.0},
     "different head dimensions of keys and values,": {"v_head_dim": 32},
     "head dimension": {"head_dim": 16},
 }
@@ -230,7 +228,7 @@ def test_what_sglang_itself_does_not_load_today(llama):
     from sglang.srt.arg_groups.overrides import model_config_of
 
     served = model_config_of(resolve("--model-path", llama, "--kv-compress", "csa2"))
-    stand_in = SimpleNamespace(**vars(served), linear_attn_registry_result=None)
+    stand_in = SimpleNamespace(**{"linear_attn_registry_result": None, **vars(served)})
     check_model(stand_in)
     stand_in.dtype = torch.float64
     with pytest.raises(UnsupportedModelError, match=r"number format float64: .*Choose one of these with --dtype"):
