@@ -163,7 +163,7 @@ def _scheduler_hooks() -> tuple[Hook, ...]:
         Hook(f"{of_scheduler}__init__", scheduler.after_scheduler_init, "AFTER"),
         Hook(f"{of_scheduler}init_request_dispatcher", scheduler.after_init_request_dispatcher, "AFTER"),
         Hook(f"{of_scheduler}run_batch", scheduler.before_run_batch, "BEFORE"),
-        Hook(f"{of_scheduler}process_batch_result", scheduler.after_process_batch_result, "AFTER"),
+        Hook(f"{of_scheduler}process_batch_result", scheduler.around_process_batch_result, "AROUND"),
         Hook(f"{of_platform}get_kv_pool_cls", memory.around_get_kv_pool_cls, "AROUND"),
         Hook(f"{of_platform}get_paged_allocator_cls", memory.around_get_paged_allocator_cls, "AROUND"),
         Hook(

@@ -1,11 +1,11 @@
 """Scheduler hooks: check that everything is in place, seal after each batch, count prefix hits.
 
-UPSTREAM(sglang 0.5.23): AFTER hooks of `Scheduler.__init__`, `init_request_dispatcher`, `process_batch_result`, and a
-BEFORE hook of `run_batch`.
+UPSTREAM(sglang 0.5.23): AFTER hooks of `Scheduler.__init__` and `init_request_dispatcher`, a BEFORE hook of `run_batch`, an
+AROUND hook of `process_batch_result`.
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -64,28 +64,36 @@ class CacheSteward:
                 slots = self.req_to_token[req.kv.req_pool_idx, : prefix : self.store.page_size]
                 self.store.facts.hits[slots.long() // self.store.page_size] += 1
 
-    def seal_batch(self, batch: Any) -> None:
-        """Seal the pages that left the hot window of the requests in `batch`."""
+    def leaving_pages(self, batch: Any) -> Tensor:
+        """Pages behind the hot window of the requests in `batch`, asked before its result is processed.
+
+        Before, because a request that finishes in this batch gives up its row of the request table; its pages stay in the
+        tree.
+        """
         rows, limits = [], []
         for req in batch.reqs:
-            if req.finished() or req.kv is None or req.kv.req_pool_idx is None:
+            if req.kv is None or req.kv.req_pool_idx is None:
                 continue
             pages = (req.kv.kv_committed_len - self.options.hot_tokens) // self.store.page_size
             if pages > 0:
                 rows.append(req.kv.req_pool_idx)
                 limits.append(pages)
-        if rows:
-            self._seal_rows(torch.tensor(rows), torch.tensor(limits), newest_only=batch.forward_mode.is_decode())
+        if not rows:
+            return torch.empty(0, dtype=torch.int64)
+        limit = torch.tensor(limits)
+        # In decode one page can have left the window since the last step; two columns cover a step seen late.
+        columns = limit[:, None] - 1 - torch.arange(2 if batch.forward_mode.is_decode() else max(limits))[None, :]
+        owner, column = torch.nonzero(columns >= 0, as_tuple=True)
+        slots = self.req_to_token[torch.tensor(rows)[owner], columns[owner, column] * self.store.page_size]
+        return slots.long() // self.store.page_size
+
+    def seal(self, pages: Tensor) -> None:
+        """Seal those of `pages` that are still mapped and full, and now and then what has got cold."""
+        if pages.numel():
+            self.store.seal(pages)
         if self.store.clock >= self._next_scan:
             self._next_scan = self.store.clock + COLD_SCAN_INTERVAL
             self.store.seal(self.store.cold_pages(COLD_FORWARD_PASSES))
-
-    def _seal_rows(self, rows: Tensor, limits: Tensor, *, newest_only: bool) -> None:
-        # In decode one page can have left the window since the last step; two columns cover a step seen late.
-        columns = limits[:, None] - 1 - torch.arange(2 if newest_only else int(limits.max()))[None, :]
-        owner, column = torch.nonzero(columns >= 0, as_tuple=True)
-        slots = self.req_to_token[rows[owner], columns[owner, column] * self.store.page_size]
-        self.store.seal(slots.long() // self.store.page_size)
 
     def _active_requests(self) -> Iterable[Any]:
         scheduler = self.scheduler
@@ -152,8 +160,12 @@ def before_run_batch(self: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
         steward.note_admissions(batch)
 
 
-def after_process_batch_result(result: Any, self: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
-    """Seal what left the hot windows."""
+def around_process_batch_result(orig: Callable[..., Any], self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """Seal what left the hot windows in this batch."""
     steward = getattr(self, "csa2_steward", None)
-    if steward is not None and not batch.forward_mode.is_idle():
-        steward.seal_batch(batch)
+    if steward is None or batch.forward_mode.is_idle():
+        return orig(self, batch, *args, **kwargs)
+    pages = steward.leaving_pages(batch)
+    result = orig(self, batch, *args, **kwargs)
+    steward.seal(pages)
+    return result
