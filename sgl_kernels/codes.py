@@ -51,12 +51,12 @@ def decode_e4m3(code: Tensor) -> Tensor:
 def round_e2m1(value: Tensor) -> Tensor:
     """4-bit E2M1 codes (0..15, sign in bit 3) of fp32 `value`, to nearest, ties away from zero, saturating at 6."""
     magnitude = value.abs().clamp_(max=E2M1_MAX)
-    # Below 1 the grid is uniform (steps of 1/2); from 1 on it has one mantissa bit, so the code is the rounded top of
-    # the fp32 bits: exponent and one mantissa bit, counted from 1.0 -> code 2.
-    low = (magnitude * 2 + 0.5).to(torch.int32)
-    high = ((magnitude.view(torch.int32) + (1 << 21)) >> 22) - ((127 << 1) - 2)
-    code = torch.where(magnitude < 1, low, high)
-    return (code | ((value < 0).to(torch.int32) << 3)).to(torch.uint8)
+    # The grid has steps of 1/2 up to 2, of 1 up to 4 and of 2 beyond. The code counted in each of the three steps is right
+    # in its own range and too large elsewhere, so the least of them is the code.
+    code = (magnitude * 2).add_(0.5).floor_()
+    torch.minimum(code, (magnitude + 2.5).floor_(), out=code)
+    torch.minimum(code, magnitude.mul_(0.5).add_(4.5).floor_(), out=code)
+    return code.to(torch.uint8) | ((value < 0).to(torch.uint8) << 3)
 
 
 def round_int4(value: Tensor) -> Tensor:
