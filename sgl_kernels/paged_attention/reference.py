@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sgl_kernels.page_codec.reference import open_layer
-from sgl_kernels.page_layout import PageLayout
+from sgl_kernels.page_layout import ALIGNMENT, PageLayout
 from sgl_kernels.paged_attention.plan import FormatPages, PagePlan
 
 WORKSPACE_VALUES = 1 << 23
@@ -19,7 +19,8 @@ WORKSPACE_VALUES = 1 << 23
 
 def gather_blocks(arena: Tensor, offsets: Tensor, layout: PageLayout, layer: int) -> Tensor:
     """(N, layer_bytes) uint8: the block of `layer` in the pages at byte `offsets` (N,)."""
-    step = math.gcd(layout.layer_bytes, 1 << 30)
+    # Not a larger power of two, even where `layer_bytes` is a multiple of one: slabs, and so pages, need not start on it.
+    step = math.gcd(layout.layer_bytes, ALIGNMENT)
     rows = (arena.numel() - layout.layer_bytes) // step + 1
     # Overlapping rows: row i is the block that starts at byte i * step, so one gather copies whole blocks.
     view = arena.as_strided((rows, layout.layer_bytes), (step, 1))
