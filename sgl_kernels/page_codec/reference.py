@@ -64,7 +64,7 @@ def seal_pages(keys: Tensor, values: Tensor, layout: PageLayout, basis: Tensor) 
     starts = layout.offsets
 
     def put(part: str, data: Tensor, layers: Tensor | None = None) -> None:
-        flat = data.reshape(n, data.shape[1], -1)
+        flat = data.flatten(2)
         target = packed[:, :, starts[part] : starts[part] + flat.shape[-1]]
         if layers is None:
             target.copy_(flat)
