@@ -49,7 +49,7 @@ check_disk() {
     while [ ! -d "$parent" ]; do parent="$(dirname "$parent")"; done
     free_kb="$(df -Pk "$parent" | awk 'NR == 2 { print $4 }')"
     # What an interrupted run has already installed does not come again.
-    if [ -d "$VENV" ]; then used_kb="$(du -sk "$VENV" | cut -f1)"; fi
+    if [ -d "$VENV" ]; then used_kb="$(du -skH "$VENV" | cut -f1)"; fi
     if [ $((free_kb + used_kb)) -lt $((NEEDED_GB * 1024 * 1024)) ]; then
         fail "not enough disk at $parent: $((free_kb / 1024 / 1024)) GB free, a new environment needs $NEEDED_GB GB; free some, or choose another place with VENV=..."
     fi

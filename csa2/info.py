@@ -154,7 +154,7 @@ def _machine_lines(hardware: Report) -> dict[str, object]:
 
 
 def _server_lines(server: Report) -> dict[str, object]:
-    pages = {name: f"{count} of {server['page_bytes'].get(name, '?')} bytes" for name, count in server["pages"].items()}
+    pages = {name: f"{count}, {server['page_bytes'].get(name, '?')} bytes each" for name, count in server["pages"].items()}
     used, arena = format_bytes(server["used_bytes"]), format_bytes(server["arena_bytes"])
     return {
         "url": server["url"],

@@ -8,6 +8,18 @@ import pytest
 from csa2.demo_model import ensure_demo_model
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what is marked `gpu` where torch sees no CUDA device."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="torch sees no CUDA device"))
+
+
 @pytest.fixture(scope="session")
 def demo_model() -> Path:
     """The folder of the real demo model; fetched when it is not in the cache yet."""

@@ -151,7 +151,7 @@ def test_info_of_a_server_as_text(server, capsys):
         "arena 1 MiB used of 1 GiB, 2 MiB in slabs",
         "compression ratio 3.46 against bf16",
         "metadata 6.2 % of the bytes used",
-        "pages fp4 30 of 194000 bytes",
+        "pages fp4 30, 194000 bytes each",
         "demotions bf16->fp4 30",
         "identity basis layers 0, 7",
         "server options:",
