@@ -1,0 +1,180 @@
+"""What fits into an arena: against brute force and against a real arena."""
+
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from csa2.arena import Arena
+from csa2.capacity import MIN_PLAIN_PAGES, ArenaPlan, plan_arena
+from csa2.errors import OptionError
+from csa2.formats import make_ladder, packing
+from sgl_kernels.page_layout import PageGeometry
+
+fixed = settings(derandomize=True, deadline=None, max_examples=200)
+
+
+def make_plan(per_slab: tuple[int, ...], num_slabs: int) -> ArenaPlan:
+    """Plan with pages of 8-byte words: `per_slab[f]` pages of format f a slab."""
+    slab = 64 * per_slab[0]
+    return ArenaPlan(slab, num_slabs, tuple(slab // n // 8 * 8 for n in per_slab), per_slab)
+
+
+plans = st.builds(
+    lambda plain, fp8, small, slabs: make_plan((plain, plain + fp8, plain + fp8 + small), slabs),
+    st.integers(1, 3),
+    st.integers(0, 2),
+    st.integers(0, 3),
+    st.integers(1, 6),
+)
+counts = st.tuples(st.integers(0, 12), st.integers(0, 16), st.integers(0, 24))
+
+
+def some_split_holds(plan: ArenaPlan, wanted: tuple[int, ...]) -> bool:
+    return any(
+        sum(split) <= plan.num_slabs
+        and all(slabs * per >= n for slabs, per, n in zip(split, plan.pages_per_slab, wanted, strict=True))
+        for split in product(range(plan.num_slabs + 1), repeat=3)
+    )
+
+
+@fixed
+@given(plans, counts)
+def test_fits_is_what_trying_every_split_says(plan, wanted):
+    assert plan.fits(wanted) == some_split_holds(plan, wanted)
+
+
+@fixed
+@given(plans, st.lists(counts, min_size=1, max_size=8))
+def test_the_tensor_forms_agree_with_fits(plan, rows):
+    expected = [plan.fits(row) for row in rows]
+    table = torch.tensor(rows)
+    assert plan.fitting(table).tolist() == expected
+    assert plan.first_fit(table) == (expected.index(True) if True in expected else -1)
+
+
+def test_first_fit_of_no_rows():
+    assert make_plan((1, 2, 3), 2).first_fit(torch.empty(0, 3, dtype=torch.int64)) == -1
+
+
+@settings(fixed, max_examples=60)
+@given(plans, counts, st.randoms(use_true_random=False))
+def test_what_fits_can_be_placed_in_any_order_and_nothing_else_can(plan, wanted, random):
+    arena = Arena(plan, sum(wanted) + 2)
+    order = [index for index, n in enumerate(wanted) for _ in range(n)]
+    random.shuffle(order)
+    placed = [0, 0, 0]
+    for page, index in enumerate(order, 1):
+        one = [int(f == index) for f in range(3)]
+        fits = some_split_holds(plan, tuple(a + b for a, b in zip(placed, one, strict=True)))
+        assert arena.fits(one) == fits
+        if fits:
+            arena.allocate(torch.tensor([page]), index)
+            placed[index] += 1
+    arena.check_integrity()
+    assert (placed == list(wanted)) == plan.fits(wanted)
+
+
+@fixed
+@given(plans, st.integers(0, 20))
+def test_room_beside_plain_pages_is_exact(plan, plain):
+    room = plan.small_room(plain)
+    assume(plan.fits((plain, 0, 0)))
+    assert room >= 0
+    assert plan.fits((plain, 0, room))
+    assert not plan.fits((plain, 0, room + 1))
+
+
+@fixed
+@given(plans, st.integers(0, 30))
+def test_room_beside_small_pages_is_exact(plan, small):
+    room = plan.plain_room(small)
+    assume(plan.fits((0, 0, small)))
+    assert room >= 0
+    assert plan.fits((room, 0, small))
+    assert not plan.fits((room + 1, 0, small))
+
+
+@fixed
+@given(plans, st.integers(0, 60))
+def test_room_is_negative_where_what_is_there_does_not_fit(plan, pages):
+    assert (plan.small_room(pages) < 0) == (not plan.fits((pages, 0, 0)))
+    assert (plan.plain_room(pages) < 0) == (not plan.fits((0, 0, pages)))
+
+
+def test_max_pages_is_an_arena_of_the_smallest():
+    plan = make_plan((2, 3, 7), 5)
+    assert plan.max_pages == 35 == plan.small_room(0)
+    assert plan.arena_bytes == 5 * 128
+    assert plan.fits((0, 0, 35))
+    assert not plan.fits((0, 0, 36))
+
+
+GEOMETRIES = [
+    PageGeometry(30, 3, 64, 64, torch.bfloat16),
+    PageGeometry(30, 3, 64, 64, torch.bfloat16, (0, 4)),
+    PageGeometry(1, 1, 32, 64, torch.float32),
+    PageGeometry(16, 8, 128, 64, torch.bfloat16),
+    PageGeometry(2, 1, 80, 64, torch.float16),
+    PageGeometry(3, 2, 256, 64, torch.bfloat16, (1,)),
+]
+PAGE_BYTES = [make_ladder(g, "fp4").page_bytes for g in GEOMETRIES]
+
+
+@fixed
+@given(st.sampled_from(PAGE_BYTES), st.integers(4, 5000), st.floats(0, 0.999))
+def test_a_plan_is_made_of_whole_pages(page_bytes, pages, part):
+    arena_bytes = int((pages + part) * page_bytes[0])
+    plan = plan_arena(arena_bytes, page_bytes)
+    assert plan.page_bytes == page_bytes
+    assert plan.slab_bytes % page_bytes[0] == 0
+    assert plan.pages_per_slab == packing(plan.slab_bytes, page_bytes)
+    assert plan.pages_per_slab[0] * page_bytes[0] == plan.slab_bytes
+    assert plan.num_slabs >= 4
+    # Less than a slab is left over.
+    assert plan.arena_bytes <= arena_bytes < plan.arena_bytes + plan.slab_bytes + page_bytes[0]
+    assert plan.pages_per_slab[0] <= plan.pages_per_slab[1] <= plan.pages_per_slab[2]
+    assert plan.max_pages >= plan.num_slabs * plan.pages_per_slab[0]
+
+
+@fixed
+@given(st.sampled_from(PAGE_BYTES), st.integers(4, 5000))
+def test_a_plan_wastes_little(page_bytes, pages):
+    """Its own goal: no other slab size keeps more coded pages when each format has a slab that is part-filled."""
+
+    def kept(slab_pages: int) -> int:
+        per_slab = packing(slab_pages * page_bytes[0], page_bytes)
+        slabs = max(pages // slab_pages - 3, 1)
+        return slabs * (per_slab[1] + per_slab[2])
+
+    plan = plan_arena(pages * page_bytes[0], page_bytes)
+    chosen = plan.pages_per_slab[0]
+    sizes = range(1, min(32, pages // 4) + 1)
+    assert chosen in sizes
+    assert kept(chosen) == max(kept(size) for size in sizes)
+
+
+@pytest.mark.parametrize("page_bytes", PAGE_BYTES, ids=str)
+def test_more_bytes_keep_more_pages_beside_part_filled_slabs(page_bytes):
+    """What the plan maximises grows with the arena; `max_pages` itself may step back by a slab of another size."""
+    before = 0
+    for pages in range(4, 400):
+        plan = plan_arena(pages * page_bytes[0], page_bytes)
+        kept = max(plan.num_slabs - 3, 1) * (plan.pages_per_slab[1] + plan.pages_per_slab[2])
+        assert kept >= before
+        before = kept
+
+
+@pytest.mark.parametrize("page_bytes", PAGE_BYTES, ids=str)
+def test_an_arena_below_four_pages_is_refused(page_bytes):
+    smallest = MIN_PLAIN_PAGES * page_bytes[0]
+    assert plan_arena(smallest, page_bytes).num_slabs == 4
+    with pytest.raises(OptionError) as caught:
+        plan_arena(smallest - 1, page_bytes)
+    message = str(caught.value)
+    assert message.startswith(f"--csa2-arena-size of {smallest - 1} bytes (")
+    assert f"one page of tokens takes {page_bytes[0]} bytes and at least 4 are needed" in message
+    assert message.endswith(f"Give {smallest} bytes or more")
+    assert "\n" not in message
