@@ -53,8 +53,8 @@ class Csa2ServerArgs(ServerArgs, kw_only=True, dict=True):  # type: ignore[call-
     csa2_ratio: Annotated[
         str,
         Arg(
-            help="Tokens merged into one stored entry of an old page. 1 merges none: the saving comes from the number "
-            "format alone. auto lets each page decide.",
+            help="How much smaller than 4-bit pages old pages become, by leaving out channels and merging tokens. 1: not "
+            "at all; auto: as memory asks.",
             choices=list(RATIOS),
         ),
     ] = _DEFAULTS.ratio
@@ -68,8 +68,8 @@ class Csa2ServerArgs(ServerArgs, kw_only=True, dict=True):  # type: ignore[call-
     csa2_warm_tokens: Annotated[
         int,
         Arg(
-            help="Tokens at the end of each running request that are not merged; at least as many as "
-            "--csa2-hot-tokens. Without effect with --csa2-ratio 1, which merges none."
+            help="Tokens at the end of each running request that are not made smaller than 4 bits; at least as many as "
+            "--csa2-hot-tokens. Without effect with --csa2-ratio 1."
         ),
     ] = _DEFAULTS.warm_tokens
     csa2_shared_format: Annotated[
