@@ -19,6 +19,7 @@ _FACTOR = {
     "gib": 2**30,
     "tib": 2**40,
 }
+_MAX_BYTES = 2**60
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
@@ -32,13 +33,13 @@ def parse_bytes(text: str | int, option: str = "size") -> int:
     suffix = match.group(2).lower() if match else ""
     if suffix == "b":
         suffix = ""
-    value = int(float(match.group(1)) * _FACTOR[suffix]) if match and suffix in _FACTOR else 0
-    if value <= 0:
+    value = float(match.group(1)) * _FACTOR[suffix] if match and suffix in _FACTOR else 0.0
+    if not 1 <= value <= _MAX_BYTES:
         raise OptionError(
             f"{option} {text!r} is not a size: write a positive number of bytes, with a suffix if you like "
             f"(KB, MB, GB = powers of 1000; K, M, G, KiB, MiB, GiB = powers of 1024), for example 4GiB"
         )
-    return value
+    return int(value)
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -11,11 +11,11 @@ import pytest
 from sglang.srt.managers import io_struct, tokenizer_control_mixin
 from sglang.srt.managers.communicator import FanOutCommunicator
 from sglang.utils import TypeBasedDispatcher
-from sglang_csa2 import control
-from sglang_csa2.control import Csa2ControlReq, Csa2ControlReqOutput, OperationError, ReplyTimeoutError
 
 from csa2.errors import OptionError
 from csa2.stats import CacheStats
+from sglang_csa2 import control
+from sglang_csa2.control import Csa2ControlReq, Csa2ControlReqOutput, OperationError, ReplyTimeoutError
 
 
 def make_stats(**changes: Any) -> CacheStats:

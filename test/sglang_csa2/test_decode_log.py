@@ -6,9 +6,9 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from sglang_csa2 import decode_log
 
 from csa2.stats import CacheStats
+from sglang_csa2 import decode_log
 
 STATS = CacheStats(
     arena_bytes=46976205,

@@ -9,9 +9,10 @@ import pytest
 from fastapi import FastAPI
 from sglang.srt.entrypoints import http_server
 from sglang.srt.utils.auth import add_api_key_middleware
+from starlette.testclient import TestClient
+
 from sglang_csa2 import control, http
 from sglang_csa2.control import Csa2ControlReqOutput, ReplyTimeoutError
-from starlette.testclient import TestClient
 
 STATS = {"arena_bytes": 1, "pages": {"bf16": 0}, "options": {"arena_size": None}}
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
-from sglang_csa2.metrics import CacheMetrics
 
 from csa2.stats import CacheStats
+from sglang_csa2.metrics import CacheMetrics
 
 LABELS = {"model_name": "m", "engine_type": "unified", "tp_rank": 0}
 
