@@ -190,10 +190,10 @@ def test_compaction_gathers_sparse_slabs_and_moves_bytes_with_the_table():
 
 def test_compaction_keeps_fuller_slabs_where_they_are():
     arena, (pages,) = filled((2, 35))
-    # Slabs of five: keep 5, 1, 4, 1, 1, 1, 1 pages.
-    gone = [n for slab, keep in enumerate([5, 1, 4, 1, 1, 1, 1]) for n in range(5 * slab + keep, 5 * slab + 5)]
+    # Slabs of five: keep 1, 5, 1, 4, 1, 1, 1 pages.
+    gone = [n for slab, keep in enumerate([1, 5, 1, 4, 1, 1, 1]) for n in range(5 * slab + keep, 5 * slab + 5)]
     arena.release(pages[gone])
-    full = pages[[*range(5), *range(10, 14)]]
+    full = pages[[*range(5, 10), *range(15, 19)]]
     places = arena.offsets[full].clone()
     arena.allocate(torch.arange(36, 44), 0)
     arena.check_integrity()

@@ -161,6 +161,18 @@ def test_an_outlier_channel_is_harmless_where_it_is_constant(name):
 
 
 @pytest.mark.parametrize("name", FORMATS)
+def test_no_channel_of_an_identity_layer_is_clipped(name):
+    """The constant sits at a channel's extreme in every token: clipping it would be an error in all of them."""
+    g = geometry(64, 2, torch.float32)
+    keys = normal(g, 8, 12) + 40 * normal(g, 8, 13)[..., :1, :]
+    layout = layout_of(name, g)
+    packed = seal_pages(keys, keys, layout, orthonormal_basis(64))
+    opened = open_layer(packed.view(8, 2, -1)[:, IDENTITY], layout, IDENTITY)
+    reach = opened.k_scales * (448.0 if name == "fp8" else 7.5)
+    assert bool(((keys[:, IDENTITY] - opened.k_means).abs() <= reach * (1 + 4 * U32)).all())
+
+
+@pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf, 3e38], ids=str)
 @pytest.mark.parametrize("whole_token", [False, True])
 def test_a_broken_token_stays_within_the_bound_of_the_page(name, broken, whole_token):
