@@ -17,9 +17,11 @@ def surviving_share(cos: Tensor, sin: Tensor) -> Tensor:
     """(pairs,) share of a constant's energy that the mean over a page leaves in each rotary pair.
 
     Args:
-        cos, sin: (S, pairs) rotation of each pair at the positions of one page.
+        cos, sin: (S, pairs) rotation of each pair at the positions of one page, scaled or not: YaRN multiplies both.
     """
-    return 1 - cos.double().mean(0) ** 2 - sin.double().mean(0) ** 2
+    cos, sin = cos.double(), sin.double()
+    # A share, because a rotation that scales does it to constant and content alike.
+    return 1 - (cos.mean(0) ** 2 + sin.mean(0) ** 2) / (cos**2 + sin**2).mean(0)
 
 
 def surviving_bias_ratio(bias: Tensor, weight: Tensor, norm_weight: Tensor, share: Tensor, *, neox: bool) -> Tensor:

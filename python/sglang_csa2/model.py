@@ -16,6 +16,9 @@ from csa2.options import PAGE_SIZE
 
 logger = logging.getLogger(__name__)
 
+NORMS = ("input_layernorm", "ln_1")
+"""Names that SGLang's models give the norm in front of the attention."""
+
 
 def attention_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
     """Every attention layer: dotted name and module of its parent, and the `RadixAttention` itself."""
@@ -84,24 +87,36 @@ def _bias_ratio(block: nn.Module | None, parent: nn.Module, layer: Any) -> Tenso
 
     qkv = next((m for m in parent.children() if isinstance(m, QKVParallelLinear)), None)
     rope = next((m for m in parent.children() if isinstance(m, RotaryEmbedding)), None)
-    if qkv is None or rope is None or getattr(qkv, "bias", None) is None or not hasattr(qkv, "weight"):
+    norm = next((getattr(block, name) for name in NORMS if hasattr(block, name)), None)
+    # The bias of a LayerNorm goes through the projection and ends as a constant of the keys too.
+    has_bias = getattr(qkv, "bias", None) is not None or getattr(norm, "bias", None) is not None
+    if qkv is None or rope is None or not has_bias or not hasattr(qkv, "weight"):
         return None
     heads, dim = layer.tp_k_head_num, layer.qk_head_dim
     start = layer.tp_q_head_num * dim
     rows = slice(start, start + heads * dim)
     weight = qkv.weight.detach()
-    if weight.shape[0] < start + heads * dim or not weight.is_floating_point():
+    if weight.shape[0] < start + heads * dim or not weight.is_floating_point() or weight.dtype.itemsize < 2:
         # Quantised or packed weights: the content is not readable here, and a missed flag only costs quality.
         logger.warning("csa2: layer %d has packed QKV weights; its key bias cannot be examined", layer.layer_id)
         return None
-    norm = getattr(getattr(block, "input_layernorm", None), "weight", None)
     hidden = weight.shape[1]
-    norm_weight = norm.detach() if norm is not None and norm.numel() == hidden else torch.ones(hidden)
+    norm_weight, norm_bias = (
+        value.detach().float().cpu() if value is not None and value.numel() == hidden else default
+        for value, default in (
+            (getattr(norm, "weight", None), torch.ones(hidden)),
+            (getattr(norm, "bias", None), torch.zeros(hidden)),
+        )
+    )
+    keys = weight[rows].float().cpu()
+    bias = keys @ norm_bias
+    if qkv.bias is not None:
+        bias += qkv.bias.detach()[rows].float().cpu()
     cos, sin = rope.cos_sin_cache[:PAGE_SIZE].float().chunk(2, dim=-1)
     return surviving_bias_ratio(
-        qkv.bias.detach()[rows].view(heads, dim).float().cpu(),
-        weight[rows].view(heads, dim, hidden).float().cpu(),
-        norm_weight.float().cpu(),
+        bias.view(heads, dim),
+        keys.view(heads, dim, hidden),
+        norm_weight,
         surviving_share(cos.cpu(), sin.cpu()),
         neox=rope.is_neox_style,
     )
