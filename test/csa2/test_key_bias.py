@@ -114,6 +114,12 @@ def test_the_share_does_not_depend_on_where_the_page_starts():
     assert torch.allclose(early, late, atol=1e-6)
 
 
+def test_the_share_does_not_depend_on_the_scale_of_the_rotation():
+    """YaRN multiplies cos and sin, which scales content and constant alike."""
+    cos, sin = rotation(32)
+    assert torch.allclose(surviving_share(1.35 * cos, 1.35 * sin), surviving_share(cos, sin), atol=1e-6)
+
+
 @pytest.mark.parametrize("neox", [True, False])
 def test_layouts_of_the_pairs(neox):
     """The same constant in the fastest pair: channels 0 and 8 of neox, 0 and 1 of the interleaved layout."""
