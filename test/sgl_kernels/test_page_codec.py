@@ -1,64 +1,16 @@
-"""Sealing and opening pages: against bounds derived from the number formats, and against the letter of the layout."""
+"""Sealing and opening pages: against bounds derived from the number formats."""
 
 import math
 
 import pytest
 import torch
 from codec_bounds import U32, channel_error, entry_error, entry_norm_bounds, kept, open_by_the_letter, rounding_slack
+from hard_pages import DIMS, DTYPES, FLAT, FORMATS, IDENTITY, geometry, hard_pages, layout_of, normal, sealed_and_opened
 from torch import Tensor
 
 from sgl_kernels.basis import orthonormal_basis
 from sgl_kernels.page_codec.reference import open_layer, open_pages, seal_pages
-from sgl_kernels.page_layout import PageGeometry, PageLayout, coded_layout, plain_layout
-
-FORMATS = {"fp8": "e4m3", "fp4": "e2m1", "int4": "int4"}
-DIMS = [32, 64, 80, 96, 100, 112, 128, 256]
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-FLAT, IDENTITY = 0, 1
-
-
-def geometry(dim: int, heads: int = 1, dtype: torch.dtype = torch.bfloat16) -> PageGeometry:
-    """Two layers: layer 0 flat, layer 1 in the identity basis."""
-    return PageGeometry(2, heads, dim, 64, dtype, (IDENTITY,))
-
-
-def layout_of(name: str, g: PageGeometry) -> PageLayout:
-    return coded_layout(name, FORMATS[name], g)
-
-
-def normal(g: PageGeometry, n: int, seed: int = 0) -> Tensor:
-    shape = (n, g.num_layers, g.num_kv_heads, g.page_size, g.head_dim)
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def hard_pages(g: PageGeometry, seed: int = 0) -> dict[str, Tensor]:
-    """One page of each kind that breaks naive codecs, (L, G, S, D) in the model dtype."""
-    base = normal(g, 1, seed)[0]
-    channel, token, both = base.clone(), base.clone(), base + 3
-    channel[..., 3] *= 1000
-    token[..., 5, :] *= 1000
-    both[..., 7] += 40
-    both[..., 9, :] *= 20
-    pages = {
-        "normal": base,
-        "zeros": torch.zeros_like(base),
-        "constant": base[..., :1, :].expand_as(base) * 5,
-        "channel x1000": channel,
-        "token x1000": token,
-        "shifted, with outliers": both,
-        "tiny": base * 1e-6,
-        "large": base * 1e4,
-        "one nonzero value": torch.zeros_like(base).index_fill_(-1, torch.tensor([4]), 2.5) * (base == base.max()),
-    }
-    return {name: page.to(g.dtype) for name, page in pages.items()}
-
-
-def sealed_and_opened(keys: Tensor, values: Tensor, layout: PageLayout) -> tuple[Tensor, Tensor, Tensor]:
-    """Packed bytes, then keys and values that came back, float64."""
-    basis = orthonormal_basis(layout.geometry.head_dim)
-    packed = seal_pages(keys, values, layout, basis)
-    k, v = open_pages(packed, layout, basis)
-    return packed, k.double(), v.double()
+from sgl_kernels.page_layout import PageGeometry, PageLayout
 
 
 def assert_within_bounds(keys: Tensor, values: Tensor, layout: PageLayout) -> None:
@@ -213,86 +165,6 @@ def test_the_largest_values_still_have_a_scale(name, dim):
     x = torch.full((1, 1, 1, 64, dim), 1e38)
     x[:, :, :, ::2] = -1e38
     assert_within_bounds(x, x, layout_of(name, g))
-
-
-def test_page_bytes_are_the_documented_numbers():
-    g = PageGeometry(1, 1, 64, 64, torch.bfloat16)
-    sizes = {name: layout_of(name, g).page_bytes for name in FORMATS}
-    assert sizes == {"fp8": 8448, "fp4": 4352, "int4": 4352}
-    assert plain_layout("bf16", g).page_bytes == 16384
-    assert layout_of("fp4", g).bits_per_value == 4.25
-    assert layout_of("fp8", g).bits_per_value == 8.25
-    assert layout_of("fp4", g).metadata_bytes == layout_of("fp8", g).metadata_bytes == 256
-    many = PageGeometry(30, 3, 64, 64, torch.bfloat16)
-    assert layout_of("fp4", many).page_bytes == 30 * 3 * 4352
-    # A head dim no larger than the page: the identity basis costs no bytes.
-    assert layout_of("fp4", PageGeometry(30, 3, 64, 64, torch.bfloat16, (0,))).page_bytes == 30 * 3 * 4352
-
-
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("heads", [1, 2, 3, 8])
-@pytest.mark.parametrize("dim", [*DIMS, 34, 254])
-@pytest.mark.parametrize("identity", [(), (0,)])
-def test_parts_fill_the_block_without_overlap(dim, heads, name, identity):
-    g = PageGeometry(2, heads, dim, 64, torch.bfloat16, identity)
-    layout = layout_of(name, g)
-    code = dim if name == "fp8" else dim // 2
-    scales = max(64, dim) if identity else 64
-    sizes = {
-        "k_codes": heads * 64 * code,
-        "v_codes": heads * 64 * code,
-        "k_scales": heads * scales,
-        "v_scales": heads * 64,
-        "k_means": heads * dim,
-        "v_means": heads * dim,
-    }
-    starts = dict(layout.offsets)
-    end = starts.pop("end")
-    assert set(starts) == set(sizes)
-    covered = sorted((start, start + sizes[part]) for part, start in starts.items())
-    assert [low for low, _ in covered] == [0, *[high for _, high in covered[:-1]]]
-    assert covered[-1][1] == end <= layout.layer_bytes < end + 256
-    assert layout.layer_bytes % 256 == 0
-    assert layout.page_bytes == 2 * layout.layer_bytes < plain_layout("bf16", g).page_bytes
-    assert layout.metadata_bytes == layout.page_bytes - 2 * 2 * heads * 64 * code
-
-
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize(("dim", "heads"), [(32, 1), (64, 3), (80, 2), (128, 1), (256, 2)])
-def test_opening_follows_the_letter_of_the_layout(dim, heads, name):
-    g = geometry(dim, heads)
-    layout, basis = layout_of(name, g), orthonormal_basis(dim)
-    keys, values = (torch.stack(list(hard_pages(g, seed).values())) for seed in (8, 9))
-    packed, k, v = sealed_and_opened(keys, values, layout)
-    want_k, want_v = open_by_the_letter(packed, layout, basis)
-    assert bool(((k - want_k).abs() <= rounding_slack(kept(keys))).all())
-    assert bool(((v - want_v).abs() <= rounding_slack(kept(values))).all())
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_every_byte_of_a_page_opens_to_something_readable(name):
-    """Random bytes (no NaN codes): opening is total and follows the letter, whatever the codes are."""
-    g = geometry(64, 2)
-    layout, basis = layout_of(name, g), orthonormal_basis(64)
-    packed = torch.randint(0, 256, (2, layout.page_bytes), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
-    packed[packed & 0x7F == 0x7F] = 1
-    k, v = open_pages(packed, layout, basis)
-    want_k, want_v = open_by_the_letter(packed, layout, basis)
-    for got, want in ((k, want_k), (v, want_v)):
-        size = want.norm(dim=-1, keepdim=True)
-        assert bool(((got - want).abs() <= (64 + 8) * U32 * (size + size.max())).all())
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_padding_bytes_are_zero_and_sealing_is_repeatable(name):
-    g = geometry(80, 3)
-    layout, basis = layout_of(name, g), orthonormal_basis(80)
-    keys, values = normal(g, 3, 1), normal(g, 3, 2)
-    packed = seal_pages(keys, values, layout, basis)
-    blocks = packed.view(3, 2, layout.layer_bytes)
-    assert layout.offsets["end"] < layout.layer_bytes
-    assert not blocks[:, :, layout.offsets["end"] :].any()
-    assert torch.equal(packed, seal_pages(keys, values, layout, basis))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -1,234 +1,30 @@
 """Attention over pages of mixed formats: against attention in float64 over the pages opened by the letter."""
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 
-import numpy as np
 import pytest
 import torch
-from codec_bounds import E4M3_VALUES, U16, U32, open_by_the_letter
+from codec_bounds import U16, U32
+from paged_scenes import (
+    FLAT,
+    LAYERS,
+    LENGTHS,
+    SHAPES,
+    UNIT,
+    Held,
+    Scene,
+    as_written,
+    eager_attention,
+    make_scene,
+    oracle,
+    rms,
+)
 from torch import Tensor
 
-from sgl_kernels.basis import orthonormal_basis
-from sgl_kernels.page_codec.reference import seal_pages
-from sgl_kernels.page_layout import PageGeometry, PageLayout, coded_layout, plain_layout
+from sgl_kernels.page_layout import PageGeometry, coded_layout, plain_layout
 from sgl_kernels.paged_attention import reference
-from sgl_kernels.paged_attention.plan import PagePlan, plan_pages
 from sgl_kernels.paged_attention.reference import decode, extend, gather_blocks, merge, open_plain
-
-FLAT, IDENTITY = 0, 1
-LAYERS = [FLAT, IDENTITY]
-LENGTHS = [1, 63, 64, 65, 127, 128, 129]
-UNIT = {torch.float32: U32, torch.float16: 2.0**-11, torch.bfloat16: U16}
-# head_dim, KV heads, query heads per KV head, dtype of the model, 4-bit codes
-SHAPES = [
-    (32, 1, 1, torch.float32, "fp4"),
-    (32, 2, 3, torch.bfloat16, "int4"),
-    (64, 3, 3, torch.bfloat16, "fp4"),
-    (64, 1, 8, torch.float16, "int4"),
-    (64, 2, 7, torch.float32, "fp4"),
-    (80, 3, 1, torch.bfloat16, "fp4"),
-    (80, 1, 5, torch.float32, "int4"),
-    (96, 2, 4, torch.float16, "fp4"),
-    (100, 1, 6, torch.bfloat16, "int4"),
-    (112, 1, 2, torch.float32, "fp4"),
-    (128, 2, 4, torch.bfloat16, "int4"),
-    (128, 1, 7, torch.float32, "fp4"),
-    (256, 1, 3, torch.bfloat16, "fp4"),
-]
-
-
-LIKELY = 6.0
-"""Rounding errors are independent and centred, so a sum of them stays below this many times its deviation: a chance of
-2 exp(-18) per value to be wrong about it (Higham and Mary 2019)."""
-
-
-@dataclass
-class Held:
-    """Entries of one request in float64, axes (L, G, n, D)."""
-
-    keys: Tensor
-    values: Tensor
-    key_terms: Tensor
-    """Size of the terms that add up to a key in the basis in which it is stored: |code s| + |mean| <= |k'| + 2 |mean|."""
-    value_terms: Tensor
-    coded: Tensor
-    """(n,) bool."""
-
-    def followed_by(self, other: "Held") -> "Held":
-        parts = {f.name: (getattr(self, f.name), getattr(other, f.name)) for f in fields(self)}
-        return Held(**{name: torch.cat(pair, 0 if name == "coded" else 2) for name, pair in parts.items()})
-
-
-def as_written(keys: Tensor, values: Tensor) -> Held:
-    """Entries stored as they are; keys and values (L, G, n, D)."""
-    k, v = keys.double(), values.double()
-    return Held(k, v, k.abs(), v.abs(), torch.zeros(k.shape[2], dtype=torch.bool))
-
-
-@dataclass
-class Scene:
-    """An arena with the pages of some requests in it, and what they hold."""
-
-    geometry: PageGeometry
-    repeat: int
-    layouts: tuple[PageLayout, ...]
-    arena: Tensor
-    formats: Tensor
-    offsets: Tensor
-    table: Tensor
-    lengths: Tensor
-    basis: Tensor
-    held: list[Held] = field(default_factory=list)
-
-    @property
-    def scale(self) -> float:
-        return self.geometry.head_dim**-0.5
-
-    def plan(self, *requests: int) -> PagePlan:
-        chosen = torch.tensor(requests) if requests else torch.arange(len(self.lengths))
-        return plan_pages(
-            self.table[chosen], self.lengths[chosen], self.formats, self.offsets, self.layouts, self.geometry.page_size
-        )
-
-    def query(self, tokens: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        heads = self.geometry.num_kv_heads * self.repeat
-        random = torch.Generator().manual_seed(11)
-        return torch.randn(tokens, heads, self.geometry.head_dim, generator=random).to(dtype)
-
-
-def make_scene(
-    lengths: list[int], shape: tuple, *, only: int | None = None, rubbish: int = 0xFF, tail: int = 0, seed: int = 0
-) -> Scene:
-    """Pages of every format in turn, last partial pages plain.
-
-    Args:
-        only: the format of all full pages.
-        rubbish: byte in every place that no page holds; 0xFF is NaN in every dtype and in E4M3.
-        tail: byte behind the last token of a partial page; the store maps pages zeroed.
-    """
-    dim, groups, repeat, dtype, small = shape
-    geometry = PageGeometry(2, groups, dim, 64, dtype, (IDENTITY,))
-    layouts = (
-        plain_layout("plain", geometry),
-        coded_layout("fp8", "e4m3", geometry),
-        coded_layout(small, {"fp4": "e2m1", "int4": "int4"}[small], geometry),
-    )
-    random = torch.Generator().manual_seed(seed)
-    used = [-(-length // 64) for length in lengths]
-    num_pages = sum(used) + 3
-    plain_bytes = layouts[0].page_bytes
-    arena = torch.full((num_pages * plain_bytes,), rubbish, dtype=torch.uint8)
-    # Page p in slab p of one plain page; never in the order of the requests.
-    order = torch.randperm(num_pages - 1, generator=random) + 1
-    scene = Scene(
-        geometry,
-        repeat,
-        layouts,
-        arena,
-        torch.full((num_pages,), -1, dtype=torch.int8),
-        torch.arange(num_pages) * plain_bytes,
-        torch.zeros(len(lengths), max(*used, 1), dtype=torch.int64),
-        torch.tensor(lengths),
-        orthonormal_basis(dim),
-    )
-    taken = 0
-    empty = torch.empty(2, groups, 0, dim)
-    for request, length in enumerate(lengths):
-        held = as_written(empty, empty)
-        for depth in range(used[request]):
-            page, taken = int(order[taken]), taken + 1
-            scene.table[request, depth] = page
-            valid = min(64, length - depth * 64)
-            index = (taken % 3 if only is None else only) if valid == 64 else 0
-            held = held.followed_by(place(scene, page, index, valid, tail, random))
-        scene.held.append(held)
-    return scene
-
-
-def place(scene: Scene, page: int, index: int, valid: int, tail: int, random: torch.Generator) -> Held:
-    """Fill one page and say what it holds."""
-    g, layout = scene.geometry, scene.layouts[index]
-    content = torch.randn(2, g.num_layers, g.num_kv_heads, 64, g.head_dim, generator=random)
-    content += torch.randn(2, g.num_layers, g.num_kv_heads, 1, g.head_dim, generator=random)
-    content = content.to(g.dtype)
-    scene.formats[page] = index
-    if index == 0:
-        data = content.transpose(0, 1).contiguous()
-        data.view(torch.uint8)[..., valid:, :] = tail
-        stored = data.view(torch.uint8).reshape(-1)
-        held = as_written(*content[:, :, :, :valid])
-    else:
-        # Any slot of the slab that the page fits in.
-        slots = scene.layouts[0].page_bytes // layout.page_bytes
-        scene.offsets[page] += page % slots * layout.page_bytes
-        stored = seal_pages(content[0][None], content[1][None], layout, scene.basis).view(-1)
-        k, v = (x[0] for x in open_by_the_letter(stored[None], layout, scene.basis))
-        wide = scene.basis.double()
-        in_basis = torch.stack((k @ wide, v @ wide))
-        in_basis[0, IDENTITY] = k[IDENTITY]
-        blocks = stored.view(g.num_layers, -1)
-        for stored_as, part in zip(in_basis, ("k_means", "v_means"), strict=True):
-            start = layout.offsets[part]
-            means = E4M3_VALUES[blocks[:, start : start + g.num_kv_heads * g.head_dim].numpy()]
-            size = 2 * torch.from_numpy(np.abs(means)).view(g.num_layers, g.num_kv_heads, 1, g.head_dim)
-            stored_as.abs_().add_(size)
-        held = Held(k, v, in_basis[0], in_basis[1], torch.ones(64, dtype=torch.bool))
-    start = int(scene.offsets[page])
-    scene.arena[start : start + layout.page_bytes] = stored
-    return held
-
-
-def oracle(scene: Scene, held: Held, layer: int, query: Tensor, *, new: int = 0, unit: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Attention in float64 of `query` (T, H, D) over `held`, the last `new` entries causal; and how far off it may be.
-
-    The bound follows the errors of this very input, to first order (and `exp` of the largest logit error beyond it):
-
-    - fp32: a logit is a dot product of length D with the basis and another with the key, 2 D + 16 roundings of terms
-      that the norms bound: delta = scale 6 sqrt(2 D + 16) U |q| |terms|. The sum over n entries, the way back through
-      the basis and the exponential (20 units) are n + D + 64 roundings of the weighted terms.
-    - In low precision with unit u, in the basis, q' and k' are rounded once each: delta += scale 6 sqrt(2) u
-      |q' * terms|. Weights, output and merge are rounded: 3 u of the weighted |v|. v' and the output in the basis are
-      rounded before they go through the basis: 2 u of the weighted terms, added up with the squares of the basis. fp16
-      weights below 2^-14 are off by 2^-25.
-
-    An error delta of the logits moves the output by sum p delta (|v| + |out|).
-    """
-    groups, n, dim = held.keys.shape[1:]
-    repeat = query.shape[1] // groups
-    wide = scene.basis.double()
-
-    def per_query_head(x: Tensor) -> Tensor:
-        return x[layer].repeat_interleave(repeat, 0)
-
-    q = query.double().transpose(0, 1)
-    keys, values = per_query_head(held.keys), per_query_head(held.values)
-    key_terms, value_terms = per_query_head(held.key_terms), per_query_head(held.value_terms)
-    logits = q @ keys.transpose(-1, -2) * scene.scale
-    if new:
-        future = torch.ones(new, new, dtype=torch.bool).triu(1)
-        logits[..., n - new :] = logits[..., n - new :].masked_fill(future, -math.inf)
-    p = torch.softmax(logits, -1)
-    out = p @ values
-
-    delta = (
-        scene.scale * LIKELY * math.sqrt(2 * dim + 16) * U32 * q.norm(dim=-1)[..., None] * key_terms.norm(dim=-1)[:, None]
-    )
-    folded = held.coded & (layer == FLAT)
-    term_norms = torch.where(
-        folded,
-        ((q @ wide).square() @ key_terms.square().transpose(-1, -2)).sqrt(),
-        (q.square() @ key_terms.square().transpose(-1, -2)).sqrt(),
-    )
-    delta = delta + scene.scale * LIKELY * math.sqrt(2) * unit * term_norms
-    moved = (p * delta) @ values.abs() + (p * delta).sum(-1, keepdim=True) * out.abs()
-    moved = moved * math.exp(2 * float(delta.max()))
-    weighted = p @ value_terms
-    through_basis = (p[..., held.coded] @ value_terms[:, held.coded]).square() @ wide.square()
-    rounded = LIKELY * math.sqrt(n + dim + 64) * U32 * weighted.norm(dim=-1, keepdim=True)
-    rounded = rounded + unit * (3 * (p @ values.abs()) + 2 * LIKELY * through_basis.sqrt())
-    rounded = rounded + (n * 2.0**-25 * float(values.abs().max()) if unit else 0.0)
-    return out.transpose(0, 1), (moved + rounded).transpose(0, 1)
 
 
 def assert_decoded(scene: Scene, query: Tensor, layer: int) -> Tensor:
@@ -387,22 +183,6 @@ def test_decode_of_bf16_queries_leaves_only_the_rounding_of_the_result():
 
 
 # Extend
-
-
-def rms(x: Tensor) -> float:
-    return float(x.square().mean().sqrt())
-
-
-def eager_attention(scene: Scene, held: Held, layer: int, query: Tensor, new: int) -> Tensor:
-    """Attention as models write it: products in the dtype of the query, softmax in fp32; (T, H, D) float64."""
-    dtype, n = query.dtype, held.keys.shape[2]
-    repeat = query.shape[1] // held.keys.shape[1]
-    keys, values = (x[layer].to(dtype).repeat_interleave(repeat, 0) for x in (held.keys, held.values))
-    logits = (query.transpose(0, 1) @ keys.transpose(-1, -2)) * scene.scale
-    if new:
-        future = torch.ones(new, new, dtype=torch.bool).triu(1)
-        logits[..., n - new :] = logits[..., n - new :].masked_fill(future, -math.inf)
-    return (torch.softmax(logits, -1, dtype=torch.float32).to(dtype) @ values).transpose(0, 1).double()
 
 
 def assert_extended(scene: Scene, tokens: int, layer: int) -> tuple[Tensor, Tensor, Tensor]:
