@@ -49,13 +49,21 @@ class ArenaPlan:
 
     def fitting(self, counts: Tensor) -> Tensor:
         """(K,) bool: which rows of `counts` (K, formats) int64 fit."""
-        per_slab = torch.tensor(self.pages_per_slab)
-        return ((counts + per_slab - 1) // per_slab).sum(-1) <= self.num_slabs
+        return self._slabs(counts) <= self.num_slabs
 
     def first_fit(self, counts: Tensor) -> int:
         """Index of the first row of `counts` (K, formats) int64 that fits, or -1."""
         rows = torch.nonzero(self.fitting(counts))
         return int(rows[0]) if rows.numel() else -1
+
+    def tightest(self, counts: Tensor) -> int:
+        """Index of the first row of `counts` (K, formats) int64 that needs the fewest slabs."""
+        slabs = self._slabs(counts)
+        return int(torch.nonzero(slabs == slabs.min())[0])
+
+    def _slabs(self, counts: Tensor) -> Tensor:
+        per_slab = torch.tensor(self.pages_per_slab)
+        return ((counts + per_slab - 1) // per_slab).sum(-1)
 
     def small_room(self, plain_pages: int) -> int:
         """Pages of the smallest format that fit beside `plain_pages` pages being written (negative: none, and more)."""

@@ -124,9 +124,12 @@ class PageStore:
         rows = torch.arange(1, k + 1)
         change[rows, steps.source] -= 1
         change[rows, steps.target] += 1
-        taken = arena.plan.first_fit(change.cumsum(0))
+        counts = change.cumsum(0)
+        taken = arena.plan.first_fit(counts)
         fits = taken >= 0
-        taken = taken if fits else k
+        if not fits:
+            # As near as demotion gets. Not simply everything: a format that opens a slab of its own can leave less room.
+            taken = arena.plan.tightest(counts)
         final = torch.full_like(arena.formats, UNMAPPED, dtype=torch.int64)
         # A page's later step overwrites its earlier one: each page is re-encoded once, to where it ends up.
         final.scatter_reduce_(0, steps.pages[:taken], steps.target[:taken], "amax")

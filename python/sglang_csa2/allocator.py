@@ -28,6 +28,8 @@ class Csa2Allocator(PagedTokenToKVPoolAllocator):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.hot_pages: Callable[[], Tensor] = lambda: torch.empty(0, dtype=torch.int64)
         """Pages in hot windows of running requests; the scheduler puts its own function here."""
+        self.tree_cache: Any = None
+        """The radix cache to evict from; the scheduler puts its own here."""
         super().__init__(*args, **kwargs)
 
     @property
@@ -68,7 +70,7 @@ class Csa2Allocator(PagedTokenToKVPoolAllocator):
         return self._mapped(num_new_pages, lambda: grow(seq_lens, seq_lens_cpu, last_loc))
 
     def _mapped(self, num_pages: int, take: Callable[[], Tensor | None]) -> Tensor | None:
-        if num_pages and not self.store.make_room(num_pages, self.hot_pages):
+        if num_pages and not self._free_pages(num_pages):
             return None
         slots = take()
         if slots is not None and num_pages:
@@ -122,29 +124,29 @@ class Csa2Allocator(PagedTokenToKVPoolAllocator):
         """Tokens of the longest request that an empty arena serves: sealed pages beside the two being written."""
         return max(0, self.store.arena.plan.small_room(2)) * self.store.page_size
 
-    def get_extend_allocation_demand(
-        self, prefix_lens_cpu: Tensor, seq_lens_cpu: Tensor, *, conservative_num_tokens: int, shard_size: int
-    ) -> int:
-        """Tokens in the pages that an extend really takes; a page more per request would demote for nothing."""
-        return self._new_pages(prefix_lens_cpu, seq_lens_cpu) * self.store.page_size
-
-    def evict_to_free_tokens(self, tree_cache: Any, num_tokens: int) -> bool:
-        """Make room for `num_tokens` in new pages: demote, and evict from the tree only when nothing can be demoted."""
-        super().evict_to_free_tokens(tree_cache, num_tokens)
-        num_pages = -(-num_tokens // self.page_size)
-        while not self.store.make_room(num_pages, self.hot_pages):
-            if tree_cache is None or not tree_cache.supports_prefix_sharing():
-                return False
-            shortfall = self._missing_small_pages(num_pages) * self.page_size
-            if tree_cache.evict(EvictParams(num_tokens=shortfall)).num_tokens_evicted == 0:
-                return False
-        return bool(self.available_size() >= num_tokens)
-
     def check_decode_capacity(
         self, *, num_tokens: int, tree_cache: Any, requests: Any = None, spec_algorithm: Any = None
     ) -> bool:
         """Whether the next decode step fits; if not, the scheduler retracts requests until it does."""
-        return self.evict_to_free_tokens(tree_cache, num_tokens)
+        fits = super().check_decode_capacity(
+            num_tokens=num_tokens, tree_cache=tree_cache, requests=requests, spec_algorithm=spec_algorithm
+        )
+        return bool(fits and self._free_pages(-(-num_tokens // self.page_size)))
+
+    def _free_pages(self, num_pages: int) -> bool:
+        """Make room for `num_pages` plain pages: demote, and evict from the tree only when nothing can be demoted.
+
+        Here and not in `evict_to_free_tokens`, which SGLang asks for a page per request where most take none: in tokens that
+        is free, in bytes it would demote hot pages for nothing.
+        """
+        tree = self.tree_cache
+        while not self.store.make_room(num_pages, self.hot_pages):
+            if tree is None or not tree.supports_prefix_sharing():
+                return False
+            shortfall = self._missing_small_pages(num_pages) * self.page_size
+            if tree.evict(EvictParams(num_tokens=shortfall)).num_tokens_evicted == 0:
+                return False
+        return True
 
     def verify_byte_accounting(self) -> list[str]:
         """What does not add up, for the scheduler's idle check; empty when healthy."""

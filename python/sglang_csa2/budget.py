@@ -29,7 +29,9 @@ class ByteBudget(PrefillBudget):
     """What one prefill pass may still admit, in tokens of equal price."""
 
     def __init__(self, allocator: Any, tree_cache: Any, *, num_mixed_decode_tokens: int = 0) -> None:
-        super().__init__(allocator, tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens)
+        # A decode that joins this pass writes one token, which may open a page.
+        reserved = num_mixed_decode_tokens * allocator.page_size
+        super().__init__(allocator, tree_cache, num_mixed_decode_tokens=reserved)
         self.store: PageStore = allocator.store
         self.total_offset: int
         self._overhead_tokens = request_overhead_pages(self.store) * self.page_size

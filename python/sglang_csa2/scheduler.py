@@ -36,6 +36,7 @@ class CacheSteward:
         self.prompt_tokens_total = 0
         self._next_scan = COLD_SCAN_INTERVAL
         scheduler.token_to_kv_pool_allocator.hot_pages = self.hot_pages
+        scheduler.token_to_kv_pool_allocator.tree_cache = scheduler.tree_cache
 
     def hot_pages(self) -> Tensor:
         """Pages in the newest `hot_tokens` of every request that holds KV now, and beyond them up to what is allocated."""
