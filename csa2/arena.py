@@ -44,10 +44,13 @@ class Arena:
 
         Raises:
             ArenaFullError: there is no room even after compaction; nothing has changed then.
+            IntegrityError: a page is mapped already.
         """
         n = pages.numel()
         if n == 0:
             return
+        if bool((self.formats[pages] != UNMAPPED).any()):
+            raise IntegrityError("a page that is mapped already would get a second place")
         per_slab = self.plan.pages_per_slab[format_index]
         added = [0] * len(self.counts)
         added[format_index] = n
@@ -65,10 +68,16 @@ class Arena:
         self.counts[format_index] += n
 
     def release(self, pages: Tensor) -> None:
-        """Give back the places of mapped `pages` (n,), none twice."""
+        """Give back the places of mapped `pages` (n,), none twice.
+
+        Raises:
+            IntegrityError: a page is not mapped; nothing has changed then.
+        """
         if pages.numel() == 0:
             return
         page_format = self.formats[pages].long()
+        if bool((page_format == UNMAPPED).any()):
+            raise IntegrityError("a page that is not mapped would be given back")
         offsets = self.offsets[pages]
         slab = offsets // self.plan.slab_bytes
         size = torch.tensor(self.plan.page_bytes)[page_format]

@@ -57,9 +57,9 @@ class ArenaPlan:
         return int(rows[0]) if rows.numel() else -1
 
     def tightest(self, counts: Tensor) -> int:
-        """Index of the first row of `counts` (K, formats) int64 that needs the fewest slabs."""
+        """Index of the last row of `counts` (K, formats) int64 that needs the fewest slabs."""
         slabs = self._slabs(counts)
-        return int(torch.nonzero(slabs == slabs.min())[0])
+        return int(torch.nonzero(slabs == slabs.min())[-1])
 
     def _slabs(self, counts: Tensor) -> Tensor:
         per_slab = torch.tensor(self.pages_per_slab)
@@ -90,9 +90,9 @@ def plan_arena(arena_bytes: int, page_bytes: Sequence[int]) -> ArenaPlan:
     total = arena_bytes // plain
     if total < MIN_PLAIN_PAGES:
         raise OptionError(
-            f"--csa2-arena-size of {arena_bytes} bytes ({format_bytes(arena_bytes)}) is too small for this model: one "
-            f"page of tokens takes {plain} bytes and at least {MIN_PLAIN_PAGES} are needed. Give {MIN_PLAIN_PAGES * plain} "
-            f"bytes or more"
+            f"an arena of {arena_bytes} bytes ({format_bytes(arena_bytes)}) is too small for this model: one page of tokens "
+            f"takes {plain} bytes and at least {MIN_PLAIN_PAGES} are needed. Set --csa2-arena-size to "
+            f"{MIN_PLAIN_PAGES * plain} or more"
         )
 
     def held(slab_pages: int) -> tuple[int, int]:

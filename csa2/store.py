@@ -110,7 +110,7 @@ class PageStore:
             hot_pages: pages in hot windows of running requests; asked only when something must be demoted.
 
         Returns:
-            Whether they fit now. If not, everything that can be demoted has been.
+            Whether they fit now. If not, demotion has come as near to it as it can.
         """
         arena = self.arena
         if arena.fits([num_pages, *([0] * (len(arena.counts) - 1))]):

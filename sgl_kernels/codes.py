@@ -83,14 +83,15 @@ def nibble_values(kind: str) -> Tensor:
     return levels - (8.0 if kind == "int4" else INT4_ASYMMETRIC_MAX)
 
 
-def nibble_pairs(kind: str) -> Tensor:
-    """(256,) int64: for each byte the fp32 values of its low and high nibble side by side, for one-gather unpacking."""
-    values = nibble_values(kind)
+def nibble_pairs(kind: str, dtype: torch.dtype = torch.float32) -> Tensor:
+    """(256,) words: for each byte the values of its low and high nibble side by side, for one-gather unpacking."""
+    values = nibble_values(kind).to(dtype)
     byte = torch.arange(256)
-    return torch.stack((values[byte & 15], values[byte >> 4]), dim=-1).view(torch.int64).reshape(-1)
+    word = torch.int64 if dtype == torch.float32 else torch.int32
+    return torch.stack((values[byte & 15], values[byte >> 4]), dim=-1).view(word).reshape(-1)
 
 
-def unpack_nibbles(packed: Tensor, pairs: Tensor) -> Tensor:
-    """(..., D/2) bytes -> (..., D) fp32 by the table `pairs` of `nibble_pairs`."""
+def unpack_nibbles(packed: Tensor, pairs: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """(..., D/2) bytes -> (..., D) values by the table `pairs` of `nibble_pairs`, made for the same 4- or 2-byte dtype."""
     flat = pairs.index_select(0, packed.reshape(-1).to(torch.int32))
-    return flat.view(torch.float32).view(*packed.shape[:-1], packed.shape[-1] * 2)
+    return flat.view(dtype).view(*packed.shape[:-1], packed.shape[-1] * 2)

@@ -1,10 +1,11 @@
 """Where the parts of a stored page lie: the binary contract between whoever writes pages and whoever reads them.
 
 A page is one contiguous envelope with all layers and local KV heads. Axes: L layers, G KV heads, S page size, D head
-dim. Per layer a plain page holds K then V, each (G, S, D) in the model dtype. A coded page holds, per layer:
+dim. Per layer a plain page holds K then V, each (G, S, D) in the model dtype. A coded page holds, per layer, in this order:
 
-    k_codes (G, S, code_bytes)   k_scales (G, scale_slots)   k_means (G, D)
-    v_codes (G, S, code_bytes)   v_scales (G, S)             v_means (G, D)
+    k_codes (G, S, code_bytes)   v_codes (G, S, code_bytes)
+    k_scales (G, scale_slots)    v_scales (G, S)
+    k_means (G, D)               v_means (G, D)
 
 Codes of an entry are channels in order, 4-bit codes two a byte with the even channel low. Scales are unsigned E5M3,
 means E4M3. In a layer with the flat basis keys have one scale per entry; in a layer with the identity basis one scale

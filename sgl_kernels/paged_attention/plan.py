@@ -41,6 +41,9 @@ def plan_pages(
         formats: (virtual pages,) int8 index into `layouts`, negative if unmapped.
         offsets: (virtual pages,) int64 byte offset in the arena.
         layouts: the formats.
+
+    Raises:
+        ValueError: a page below the length of its request is not mapped; its tokens would silently be left out.
     """
     depth = torch.arange(pages.shape[1], device=pages.device)
     remaining = lengths[:, None] - depth[None, :] * page_size
@@ -48,6 +51,8 @@ def plan_pages(
     page = pages[owner, position]
     valid = remaining[owner, position].clamp(max=page_size)
     page_format = formats[page]
+    if bool((page_format < 0).any()):
+        raise ValueError(f"page {int(page[page_format < 0][0])} is read but not mapped")
     parts = []
     for index, layout in enumerate(layouts):
         chosen = torch.nonzero(page_format == index).squeeze(-1)

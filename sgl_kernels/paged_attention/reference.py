@@ -9,12 +9,12 @@ import math
 import torch
 from torch import Tensor
 
-from sgl_kernels.page_codec.reference import open_layer
+from sgl_kernels.page_codec.reference import open_dense, open_layer
 from sgl_kernels.page_layout import ALIGNMENT, PageLayout
 from sgl_kernels.paged_attention.plan import FormatPages, PagePlan
 
 WORKSPACE_VALUES = 1 << 23
-"""fp32 values opened at a time (32 MiB): bounds the memory of a step whatever the batch and the context."""
+"""fp32 values opened at a time (32 MiB) in decode: bounds its memory whatever the batch and the context."""
 
 
 def gather_blocks(arena: Tensor, offsets: Tensor, layout: PageLayout, layer: int) -> Tensor:
@@ -180,8 +180,7 @@ def merge(partials: list[tuple[Tensor, Tensor]]) -> Tensor:
         return partials[0][0]
     lse = torch.stack([p[1].float() for p in partials])
     weight = torch.softmax(lse, 0)[..., None]
-    total = sum(p[0].float() * weight[i] for i, p in enumerate(partials))
-    assert isinstance(total, Tensor)
+    total = (torch.stack([p[0].float() for p in partials]) * weight).sum(0)
     return total.to(partials[0][0].dtype)
 
 
@@ -194,15 +193,12 @@ def _open_prefix(
     entries = int(part.lengths.sum())
     if part.layout.is_plain:
         keys, values = open_plain(arena, part.offsets, part.layout, layer)
-        q = grouped_q
-    else:
-        opened = open_layer(gather_blocks(arena, part.offsets, part.layout, layer), part.layout, layer)
-        keys, values = opened.keys(), opened.values()
-        identity = layer in part.layout.geometry.identity_layers
-        q = grouped_q if identity else (grouped_q.float() @ basis).to(dtype)
-    keys = keys.transpose(0, 1).reshape(groups, -1, dim)[:, :entries].to(dtype)
-    values = values.transpose(0, 1).reshape(groups, -1, dim)[:, :entries].to(dtype)
-    return keys, values, q
+        keys = keys.transpose(0, 1).reshape(groups, -1, dim)[:, :entries].to(dtype)
+        values = values.transpose(0, 1).reshape(groups, -1, dim)[:, :entries].to(dtype)
+        return keys, values, grouped_q
+    keys, values = open_dense(gather_blocks(arena, part.offsets, part.layout, layer), part.layout, layer, dtype)
+    identity = layer in part.layout.geometry.identity_layers
+    return keys, values, grouped_q if identity else (grouped_q.float() @ basis).to(dtype)
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool) -> tuple[Tensor, Tensor]:

@@ -55,6 +55,13 @@ def test_the_tensor_forms_agree_with_fits(plan, rows):
     assert plan.first_fit(table) == (expected.index(True) if True in expected else -1)
 
 
+def test_the_tightest_row_is_the_last_that_needs_fewest_slabs():
+    plan = make_plan((1, 2, 3), 2)
+    table = torch.tensor([[3, 0, 0], [2, 0, 0], [1, 0, 2], [1, 1, 0]])
+    needed = [plan.slabs_needed(row) for row in table.tolist()]
+    assert plan.tightest(table) == max(i for i, n in enumerate(needed) if n == min(needed))
+
+
 def test_first_fit_of_no_rows():
     assert make_plan((1, 2, 3), 2).first_fit(torch.empty(0, 3, dtype=torch.int64)) == -1
 
@@ -174,7 +181,7 @@ def test_an_arena_below_four_pages_is_refused(page_bytes):
     with pytest.raises(OptionError) as caught:
         plan_arena(smallest - 1, page_bytes)
     message = str(caught.value)
-    assert message.startswith(f"--csa2-arena-size of {smallest - 1} bytes (")
+    assert message.startswith(f"an arena of {smallest - 1} bytes (")
     assert f"one page of tokens takes {page_bytes[0]} bytes and at least 4 are needed" in message
-    assert message.endswith(f"Give {smallest} bytes or more")
+    assert message.endswith(f"Set --csa2-arena-size to {smallest} or more")
     assert "\n" not in message

@@ -154,7 +154,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.store.shared_format = shared
         hot = torch.tensor(self.some_pages(data), dtype=torch.int64)
         steps = demotion_steps(self.store.facts, self.store.arena.formats, hot, SIZE, shared)
-        counts, wanted = list(self.store.arena.counts), {}
+        before = list(self.store.arena.counts)
+        counts, wanted = list(before), {}
         fits = enough = self.store.arena.plan.fits([counts[0] + n, *counts[1:]])
         for page, source, target in zip(*(x.tolist() for x in (steps.pages, steps.source, steps.target)), strict=True):
             if enough:
@@ -174,8 +175,10 @@ class StoreMachine(RuleBasedStateMachine):
             if n <= len(self.free()):
                 self.map_some(self.free()[:n])
                 self.note_changes([])
-        elif self.store.arena.plan.fits(counts):
-            assert all(self.pages[page].format == SMALL for page in self.full())
+        else:
+            # Falling short never leaves less room than there was.
+            plan, now = self.store.arena.plan, self.store.arena.counts
+            assert plan.slabs_needed([now[0] + n, *now[1:]]) <= plan.slabs_needed([before[0] + n, *before[1:]])
 
     @rule(data=st.data())
     @precondition(lambda self: self.pages)
