@@ -8,11 +8,12 @@ else has been demoted or evicted; a longer prompt is cut into chunks.
 Both limits count what demotion and eviction could free. A budget that did not would leave a request queued for ever on
 an idle server.
 
-UPSTREAM(sglang 0.5.23): subclass of `PrefillBudget`, made anew for each prefill pass.
+UPSTREAM(sglang 0.5.23): subclasses of `PrefillBudget` and `PrefillAdder`, made anew for each prefill pass.
 """
 
 from typing import Any
 
+from sglang.srt.managers.schedule_policy import PrefillAdder
 from sglang.srt.mem_cache.prefill_budget import PrefillBudget
 
 from csa2.formats import PLAIN, SMALL
@@ -124,3 +125,20 @@ class ByteBudget(PrefillBudget):
             return wanted if self.ceil_paged_tokens(wanted) <= room else None
         limit = min(chunk_limit, room)
         return limit if limit > 0 else None
+
+
+class BytePrefillAdder(PrefillAdder):
+    """Admits by `ByteBudget`, also requests that ignore EOS while the radix tree is off.
+
+    SGLang counts the future tokens of those against what can be written in this pass. There is far more room for tokens to
+    come than for tokens written at once, so such a request would wait for ever.
+    """
+
+    def add_one_req(self, req: Any, has_chunked_req: bool, truncation_align_size: int | None) -> Any:
+        """Admit `req` if it fits; what SGLang's own does with requests that end at EOS."""
+        params = req.sampling_params
+        ignore_eos, params.ignore_eos = params.ignore_eos, False
+        try:
+            return super().add_one_req(req, has_chunked_req, truncation_align_size)
+        finally:
+            params.ignore_eos = ignore_eos

@@ -14,6 +14,7 @@ from torch import Tensor
 from csa2.errors import IntegrityError
 from csa2.options import CacheOptions
 from csa2.store import PageStore
+from sglang_csa2.budget import BytePrefillAdder
 from sglang_csa2.pool import store_of
 
 logger = logging.getLogger(__name__)
@@ -115,6 +116,7 @@ def after_scheduler_init(result: Any, self: Any, *args: Any, **kwargs: Any) -> N
 
     require_hooks()
     check_pieces(self)
+    self.get_prefill_adder_class = lambda: BytePrefillAdder
     self.csa2_steward = CacheSteward(self, options_here())
 
 
