@@ -18,7 +18,7 @@ from torch import Tensor
 from csa2.errors import IntegrityError
 from csa2.formats import PLAIN, SMALL
 from csa2.store import PageStore
-from sglang_csa2.budget import ByteBudget, request_overhead_pages
+from sglang_csa2.budget import WRITTEN_PAGES, ByteBudget, request_overhead_pages
 from sglang_csa2.pool import pages_of
 
 
@@ -105,24 +105,23 @@ class Csa2Allocator(PagedTokenToKVPoolAllocator):
         sliding_window_size: int | None,
         chunk_size: int | None,
     ) -> int | None:
-        """Tokens that a request may generate in an otherwise empty arena, or None if its prompt alone does not fit.
+        """Tokens that a request may generate in an otherwise empty arena; 0 if its prompt alone does not fit.
 
-        Agrees with `ByteBudget`: what passes here is admitted once it is alone, so a request never waits for ever.
+        A prompt that does not fit is refused by its length, see `longest_request_tokens`. Agrees with `ByteBudget`: what
+        passes here is admitted once it is alone, so a request never waits for ever.
         """
-        page_size = self.store.page_size
-        overhead = (1 + request_overhead_pages(self.store)) * page_size
-        room = min(self.single_request_tokens(), token_capacity) - overhead - 1
-        prompt = -(-input_tokens // page_size) * page_size
-        whole_prompt_at_once = chunk_size is None or chunk_size <= 0
-        if whole_prompt_at_once and prompt // page_size > self.store.arena.plan.plain_room(0) - 1:
-            return None
-        if prompt > room:
-            return None
-        return max(0, min(max_new_tokens, room - prompt))
+        prompt = -(-input_tokens // self.store.page_size) * self.store.page_size
+        return max(0, min(max_new_tokens, self.longest_request_tokens(chunk_size, token_capacity) - prompt))
 
-    def single_request_tokens(self) -> int:
-        """Tokens of the longest request that an empty arena serves: sealed pages beside the two being written."""
-        return max(0, self.store.arena.plan.small_room(2)) * self.store.page_size
+    def longest_request_tokens(self, chunk_size: int | None, token_capacity: int) -> int:
+        """Tokens of the longest request that an empty arena serves: its prompt, rounded up to pages, and its answer."""
+        plan, page_size = self.store.arena.plan, self.store.page_size
+        overhead = (1 + request_overhead_pages(self.store)) * page_size
+        room = min(plan.small_room(WRITTEN_PAGES) * page_size, token_capacity) - overhead - 1
+        if chunk_size is None or chunk_size <= 0:
+            # In one pass, again after a retraction. A sealed page found in the tree then takes a slab from the plain ones.
+            room = min(room, plan.plain_room(1) * page_size)
+        return max(0, room)
 
     def check_decode_capacity(
         self, *, num_tokens: int, tree_cache: Any, requests: Any = None, spec_algorithm: Any = None

@@ -19,6 +19,10 @@ from sglang.srt.mem_cache.prefill_budget import PrefillBudget
 from csa2.formats import PLAIN, SMALL
 from csa2.store import PageStore
 
+WRITTEN_PAGES = 2
+"""Plain places kept beside the open pages: for the next page of a request that has just filled one, and for the next chunk
+of a prompt. Without them a prompt could take the last slab, stop, and leave nothing for the requests it waits for."""
+
 
 def request_overhead_pages(store: PageStore) -> int:
     """Smallest-format pages that the open page of a request costs beyond the one that SGLang charges anyway."""
@@ -43,7 +47,7 @@ class ByteBudget(PrefillBudget):
         """Tokens that fit beside everything that stays, at the price of the smallest format."""
         open_pages = self.store.open_pages
         sealed = self._staying_pages() - open_pages
-        room = self.store.arena.plan.small_room(open_pages) - sealed
+        room = self.store.arena.plan.small_room(open_pages + WRITTEN_PAGES) - sealed
         # Virtual slots can run out first where the user capped them.
         return int(min(room * self.page_size, self._available_and_evictable()) - self.total_offset)
 

@@ -116,6 +116,7 @@ def after_scheduler_init(result: Any, self: Any, *args: Any, **kwargs: Any) -> N
 
     require_hooks()
     check_pieces(self)
+    limit_prompts(self)
     self.get_prefill_adder_class = lambda: BytePrefillAdder
     self.csa2_steward = CacheSteward(self, options_here())
 
@@ -144,6 +145,14 @@ def check_pieces(scheduler: Any) -> None:
                 f"--kv-compress csa2 was asked for, but SGLang's {what} is {type(built).__name__} and not "
                 f"{wanted.__name__}: another plugin or option replaced it. Nothing was served"
             )
+
+
+def limit_prompts(scheduler: Any) -> None:
+    """Make SGLang refuse prompts that the arena cannot hold, with a message that names the limit."""
+    allocator = scheduler.token_to_kv_pool_allocator
+    tokens = allocator.longest_request_tokens(scheduler.chunked_prefill_size, scheduler.max_total_num_tokens)
+    # Whole pages, since that is what a prompt is rounded up to, and a token for the answer.
+    scheduler.max_req_input_len = min(scheduler.max_req_input_len, (tokens - 1) // allocator.page_size * allocator.page_size)
 
 
 def after_init_request_dispatcher(result: Any, self: Any, *args: Any, **kwargs: Any) -> None:
