@@ -163,9 +163,10 @@ class Csa2Allocator(PagedTokenToKVPoolAllocator):
         return int(get_num_new_pages(seq_lens=seq_lens_cpu, page_size=self.page_size, prefix_lens=prefix_lens_cpu))
 
     def _missing_small_pages(self, num_pages: int) -> int:
-        """Pages that must go before `num_pages` plain ones fit, everything else being as small as it gets."""
+        """Pages of the smallest format that must go before `num_pages` plain ones fit beside what cannot be demoted."""
         arena = self.store.arena
         counts = list(arena.counts)
         counts[PLAIN] += num_pages
-        over = arena.plan.slabs_needed(counts) - arena.plan.num_slabs
-        return max(1, over * arena.plan.pages_per_slab[SMALL])
+        counts[SMALL] = 0
+        free_slabs = arena.plan.num_slabs - arena.plan.slabs_needed(counts)
+        return max(1, arena.counts[SMALL] - free_slabs * arena.plan.pages_per_slab[SMALL])
