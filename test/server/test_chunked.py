@@ -34,8 +34,8 @@ CHUNK = 128
 JUDGED = 24
 """Tokens at the end of a prompt whose log probabilities are compared."""
 LENGTHS = (127, 128, 129, 191, 192, 193, 255, 256, 257, 400)
-SIGNAL_SHARE = 0.25
-"""Error over signal, both as root mean squares."""
+SIGNAL_SHARE = 0.15
+"""Error over signal, both as root mean squares. Measured on these prompts: 0.013 to 0.072."""
 Truth = Callable[[list[int]], list[float]]
 
 
