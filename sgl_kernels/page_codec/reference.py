@@ -17,7 +17,7 @@ from sgl_kernels import codes as num
 from sgl_kernels.page_layout import PageLayout
 
 _MAX_CODE = {"e4m3": num.E4M3_MAX, "e2m1": num.E2M1_MAX, "int4": num.INT4_MAX}
-_PAIRS: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+_QUADS: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,8 @@ def open_dense(block: Tensor, layout: PageLayout, layer: int, dtype: torch.dtype
     wide = torch.float32 if dtype == torch.float16 else dtype
     opened = _open(block, layout, layer, wide, head_first=True)
     g, d = layout.geometry.num_kv_heads, layout.geometry.head_dim
-    keys = opened.k_codes.mul_(opened.k_scales).add_(opened.k_means)
-    values = opened.v_codes.mul_(opened.v_scales).add_(opened.v_means)
+    keys = torch.addcmul(opened.k_means, opened.k_codes, opened.k_scales)
+    values = torch.addcmul(opened.v_means, opened.v_codes, opened.v_scales)
     return keys.view(g, -1, d).to(dtype), values.view(g, -1, d).to(dtype)
 
 
@@ -186,9 +186,9 @@ def _decode(packed: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
     if kind == "e4m3":
         return packed.view(torch.float8_e4m3fn).to(dtype)
     key = (kind, dtype, packed.device)
-    if key not in _PAIRS:
-        _PAIRS[key] = num.nibble_pairs(kind, dtype).to(packed.device)
-    return num.unpack_nibbles(packed, _PAIRS[key], dtype)
+    if key not in _QUADS:
+        _QUADS[key] = num.nibble_quads(kind, dtype).to(packed.device)
+    return num.unpack_nibbles(packed, _QUADS[key], dtype)
 
 
 def _pad_slots(scales: Tensor, slots: int) -> Tensor:

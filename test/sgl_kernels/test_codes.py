@@ -19,7 +19,7 @@ from sgl_kernels.codes import (
     decode_ue5m3,
     encode_e4m3,
     encode_ue5m3,
-    nibble_pairs,
+    nibble_quads,
     nibble_values,
     pack_nibbles,
     round_e2m1,
@@ -194,19 +194,19 @@ def test_the_unused_int4_code_is_never_written():
 @fixed
 @given(st.lists(st.integers(1, 3), max_size=3), st.integers(1, 40), st.integers(0, 2**31), st.sampled_from([*ROUNDINGS]))
 def test_packed_nibbles_unpack_to_their_values(shape, half, seed, kind):
-    codes = torch.randint(0, 16, (*shape, 2 * half), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+    codes = torch.randint(0, 16, (*shape, 4 * half), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
     packed = pack_nibbles(codes)
-    assert packed.shape == (*shape, half)
+    assert packed.shape == (*shape, 2 * half)
     assert torch.equal(packed & 15, codes[..., ::2])
     assert torch.equal(packed >> 4, codes[..., 1::2])
-    unpacked = unpack_nibbles(packed, nibble_pairs(kind))
+    unpacked = unpack_nibbles(packed, nibble_quads(kind))
     assert unpacked.dtype == torch.float32
     assert torch.equal(unpacked, nibble_values(kind)[codes.int()])
 
 
 @pytest.mark.parametrize("kind", ROUNDINGS)
 def test_every_byte_unpacks_to_low_then_high_nibble(kind):
-    got = unpack_nibbles(BYTES.view(256, 1), nibble_pairs(kind))
+    got = unpack_nibbles(BYTES.view(256, 1), nibble_quads(kind))
     table = torch.from_numpy(NIBBLE_VALUES[kind])
     want = torch.stack((table[(BYTES & 15).int()], table[(BYTES >> 4).int()]), -1)
     assert torch.equal(got.double(), want)
