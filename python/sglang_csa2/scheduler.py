@@ -19,6 +19,9 @@ from sglang_csa2.pool import store_of
 
 logger = logging.getLogger(__name__)
 
+_ADMITTED = "csa2_admitted"
+"""Attribute of a request whose prefix hit has been counted."""
+
 COLD_FORWARD_PASSES = 256
 """Age at which a plain page that nobody uses is sealed without pressure."""
 COLD_SCAN_INTERVAL = 64
@@ -57,9 +60,10 @@ class CacheSteward:
     def note_admissions(self, batch: Any) -> None:
         """Count what requests that start in this batch found in the tree."""
         for req, prefix in zip(batch.reqs, batch.prefix_lens, strict=True):
-            # `extend_batch_idx` is 1 in a request's first prefill pass; a retracted request finds its own pages again.
-            if req.extend_batch_idx != 1 or req.retracted_stain:
+            # Once a request: later chunks and retracted requests find their own pages, and so do decodes in a mixed batch.
+            if getattr(req, _ADMITTED, False):
                 continue
+            setattr(req, _ADMITTED, True)
             self.prompt_tokens_total += len(req.origin_input_ids)
             if prefix:
                 self.prefix_hit_tokens_total += prefix
