@@ -1,0 +1,264 @@
+"""Program: a real scheduler of SGLang, its own loop and its strict checks, requests on cue, no sockets.
+
+Takes jobs of `scheduler_runs` as lines of JSON and forks for each. The argument is the folder with the model's
+configuration; its weights are random.
+"""
+
+import json
+import os
+import sys
+import traceback
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any
+
+from scheduler_runs import PAGE, Ask, Ending, Result
+
+STUCK_TURNS = 300
+"""Turns of the loop without a forward pass or an ending after which waiting requests count as stuck."""
+QUIET_TURNS = 20
+"""Turns after the last ending, for the idle checks of the scheduler."""
+WRONG_PAGE = 0.6
+"""Relative error of an entry above which it is not the one asked for. E2M1 stays below 0.2, a stranger is near 1.4."""
+
+
+class _Done(Exception):  # noqa: N818 - leaves SGLang's loop
+    pass
+
+
+class _Run:
+    """One scheduler and its requests."""
+
+    def __init__(self, model: str, job: dict[str, Any]) -> None:
+        self.result = Result()
+        self.waiting = [Ask(**ask) for ask in job["asks"]]
+        self.asks = {ask.rid: ask for ask in self.waiting}
+        self.in_flight: int = job["in_flight"]
+        self.sent: list[str] = []
+        self.tokens: dict[str, int] = {}
+        self.aborted: set[str] = set()
+        self.turn = self.changed = 0
+        self.seen: Any = None
+        self.scheduler = _make_scheduler(model, job["options"])
+        self.result.max_prompt_tokens = self.scheduler.max_req_input_len
+        self.allocator = self.scheduler.token_to_kv_pool_allocator
+        self.check = _PageCheck(self.scheduler, self.result)
+        self._connect()
+
+    def serve(self) -> Result:
+        with suppress(_Done):
+            self.scheduler.run_event_loop()
+        if not self.result.stuck:
+            self._look_at_idle()
+        return self.result
+
+    def _connect(self) -> None:
+        from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+        scheduler, retract, run_batch = self.scheduler, ScheduleBatch.retract_decode, self.scheduler.run_batch
+
+        def counted(batch: Any) -> Any:
+            answer = retract(batch)
+            self.result.retracted += len(answer[0])
+            return answer
+
+        def checked(batch: Any, *args: Any, **kwargs: Any) -> Any:
+            self.result.most_running = max(self.result.most_running, len(batch.reqs))
+            self.check(batch)
+            return run_batch(batch, *args, **kwargs)
+
+        ScheduleBatch.retract_decode = counted
+        scheduler.run_batch = checked
+        type(scheduler.request_receiver).recv_requests = lambda _self, local_reqs=None: self._receive()
+        type(scheduler.ipc_channels.send_to_tokenizer).send_output = lambda _self, out, _recv=None: self._take(out)
+
+    def _receive(self) -> list[Any]:
+        """What comes in at this turn of the loop."""
+        self.turn += 1
+        out = [rid for rid in self.sent if rid not in self.result.endings]
+        progress = (self.scheduler.forward_ct, len(self.result.endings), len(self.sent))
+        if progress != self.seen:
+            self.seen, self.changed = progress, self.turn
+        if out and self.turn - self.changed > STUCK_TURNS:
+            self.result.stuck = out
+            raise _Done
+        if not out and not self.waiting and self.turn - self.changed > QUIET_TURNS and self.scheduler.is_fully_idle():
+            raise _Done
+        arriving = self._aborts(out)
+        while self.waiting and len(out) < self.in_flight and self._is_due(self.waiting[0]):
+            ask = self.waiting.pop(0)
+            self.sent.append(ask.rid)
+            out.append(ask.rid)
+            arriving.append(_request(ask))
+        return arriving
+
+    def _is_due(self, ask: Ask) -> bool:
+        return ask.after is None or ask.after[0] in self.result.endings or self._tokens_of(ask.after[0]) >= ask.after[1]
+
+    def _aborts(self, out: list[str]) -> list[Any]:
+        from sglang.srt.managers.io_struct import AbortReq
+
+        due = [
+            rid
+            for rid in out
+            if rid not in self.aborted
+            and (limit := self.asks[rid].abort_after) is not None
+            and self._tokens_of(rid) >= limit
+        ]
+        self.aborted.update(due)
+        return [AbortReq(rid=rid) for rid in due]
+
+    def _tokens_of(self, rid: str) -> int:
+        running = {req.rid: req for req in self.scheduler.running_batch.reqs}
+        return len(running[rid].output_ids) if rid in running else 0
+
+    def _take(self, out: Any) -> None:
+        if type(out).__name__ == "BatchTokenIDOutput":
+            for i, rid in enumerate(out.rids):
+                if out.finished_reasons[i] is not None:
+                    self._end(rid, out.finished_reasons[i], out.completion_tokens[i], out.cached_tokens[i])
+        elif type(out).__name__ == "AbortReq":
+            self._end(out.rid, {"type": "abort", **(out.finished_reason or {})}, 0, 0)
+
+    def _end(self, rid: str, reason: dict[str, Any], tokens: int, cached: int) -> None:
+        assert rid not in self.result.endings, f"{rid} ended twice"
+        status = reason.get("status_code")
+        self.result.endings[rid] = Ending(
+            reason["type"], None if status is None else int(status), reason.get("message") or "", tokens, cached
+        )
+
+    def _look_at_idle(self) -> None:
+        """Nothing is lost: what is mapped is in the tree, and a flush frees all of it."""
+        import msgspec
+
+        from sglang_csa2.stats import read_stats
+
+        store, tree = self.allocator.store, self.scheduler.tree_cache
+        faults = self.allocator.verify_byte_accounting()
+        assert not faults, faults
+        self.result.stats = msgspec.to_builtins(read_stats(self.scheduler))
+        self.result.tree_tokens = tree.evictable_size()
+        assert (tree.protected_size(), store.open_pages) == (0, 0)
+        assert store.mapped_pages * PAGE == self.result.tree_tokens
+        assert self.scheduler.flush_cache()
+        assert store.mapped_pages == 0
+
+
+class _PageCheck:
+    """Compares the pages of one request a batch with the keys and values of its tokens, which in one layer depend on
+    token and position alone."""
+
+    def __init__(self, scheduler: Any, result: Result) -> None:
+        import torch
+
+        self.scheduler, self.result = scheduler, result
+        model = scheduler.tp_worker.model_runner.model.model
+        self.embed, self.norm, self.attn = model.embed_tokens, model.layers[0].input_layernorm, model.layers[0].self_attn
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            self.norm.weight.fill_(1)
+            for weight, scale in ((self.attn.qkv_proj.weight, 0.125), (self.embed.weight, 1.0)):
+                weight.copy_(torch.randn(weight.shape, generator=generator) * scale)
+
+    def __call__(self, batch: Any) -> None:
+        import torch
+
+        pick = self.result.checked % max(1, len(batch.reqs))
+        req = batch.reqs[pick]
+        tokens = [*req.origin_input_ids, *req.output_ids]
+        before = batch.prefix_lens[pick] if batch.forward_mode.is_extend() else int(batch.seq_lens_cpu[pick]) - 1
+        length = min(before, len(tokens))
+        self.result.checked += 1
+        if length == 0:
+            return
+        store = self.scheduler.token_to_kv_pool_allocator.store
+        row = self.scheduler.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :length:PAGE].long() // PAGE
+        assert row.unique().numel() == row.numel(), f"{req.rid} has a page twice: {row}"
+        with torch.no_grad():
+            hidden = self.norm(self.embed(torch.tensor(tokens[:length])))
+            query, keys, values = self.attn.qkv_proj(hidden)[0].chunk(3, -1)
+            _, keys = self.attn.rotary_emb(torch.arange(length), query, keys)
+        for got, wanted in zip(store.read(row), (keys.float(), values.float()), strict=True):
+            error = (got.view(-1, 64)[:length] - wanted).norm(dim=1) / wanted.norm(dim=1)
+            assert float(error.max()) < WRONG_PAGE, f"{req.rid} reads another entry at {int(error.argmax())} of {length}"
+
+
+def _make_scheduler(model: str, options: dict[str, Any]) -> Any:
+    from unittest import mock
+
+    from sglang.srt import server_args
+    from sglang.srt.managers.scheduler import Scheduler, configure_logger
+    from sglang.srt.runtime_context import SpawnRanks, publish
+
+    from sglang_csa2 import plugin
+
+    record = server_args.ServerArgs(
+        model_path=model,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        device="cpu",
+        kv_compress="csa2",
+        mem_fraction_static=0.5,
+        random_seed=1,
+        log_level="warning",
+        **options,
+    )
+    with mock.patch.object(plugin, "wire_launcher"):  # HTTP routes: there is no launcher here
+        record.resolve_once()
+    publish(record, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
+    configure_logger(record)
+    return Scheduler(record, server_args.PortArgs.init_new(record))
+
+
+def _request(ask: Ask) -> Any:
+    from array import array
+
+    from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    sampling = SamplingParams(max_new_tokens=ask.max_new_tokens, temperature=0, ignore_eos=ask.ignore_eos)
+    sampling.normalize(None)
+    return TokenizedGenerateReqInput(
+        rid=ask.rid,
+        input_text=None,
+        input_ids=array("q", ask.prompt),
+        input_embeds=None,
+        mm_inputs=None,
+        token_type_ids=None,
+        sampling_params=sampling,
+        return_logprob=False,
+        logprob_start_len=-1,
+        top_logprobs_num=0,
+        token_ids_logprob=None,
+        stream=False,
+    )
+
+
+def _main(model: str) -> None:
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # SGLang prints
+    import sglang.srt.managers.scheduler  # noqa: F401 - before the plugin, which then hooks it
+    from sglang.srt.models.registry import ModelRegistry
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    ModelRegistry.get_supported_archs()  # imports all models: seconds that every fork would spend again
+    for line in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            try:
+                print(json.dumps(asdict(_Run(model, _with_environment(json.loads(line))).serve())), file=replies, flush=True)
+            except BaseException as error:  # noqa: BLE001 - reported to the test
+                traceback.print_exc()
+                print(json.dumps(repr(error)), file=replies, flush=True)
+            os._exit(0)  # neither pytest's nor SGLang's exit handlers belong to this copy
+        os.waitpid(child, 0)
+
+
+def _with_environment(job: dict[str, Any]) -> dict[str, Any]:
+    os.environ.update(job["env"])
+    return job
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1])
