@@ -79,13 +79,16 @@ def sealed_format(facts: PageFacts, pages: Tensor, shared_format: int) -> Tensor
     return target
 
 
-def demotion_steps(facts: PageFacts, formats: Tensor, hot: Tensor, page_size: int, shared_format: int) -> DemotionSteps:
+def demotion_steps(
+    facts: PageFacts, formats: Tensor, hot: Tensor, page_size: int, shared_format: int, *, spare_hot: bool = False
+) -> DemotionSteps:
     """Everything that could be demoted, in order.
 
     Args:
         formats: (virtual pages,) int8 format of each page.
         hot: (n,) int64 pages in the hot window of a request that is running now.
         shared_format: format of shared pages while memory is not short.
+        spare_hot: leave out the rounds that touch hot windows.
     """
     full = torch.nonzero((formats >= PLAIN) & (formats < SMALL) & (facts.written >= page_size)).squeeze(-1)
     present = formats[full].long()
@@ -97,7 +100,7 @@ def demotion_steps(facts: PageFacts, formats: Tensor, hot: Tensor, page_size: in
 
     cold = plain & ~is_hot & ~protected
     guarded = plain & ~is_hot & protected
-    warm = plain & is_hot
+    warm = plain & is_hot & (not spare_hot)
     squeezable = (present == FP8) | (guarded & (protected_target == FP8))
     rounds = [
         (cold, DemotionRound.COLD_PRIVATE, present, torch.full_like(present, SMALL)),

@@ -26,7 +26,7 @@ class CacheStats(msgspec.Struct, frozen=True, kw_only=True):
     compression_ratio: float
     """Bytes the pages in use would take in bf16 over `used_bytes`; 1.0 when the cache is empty."""
     metadata_fraction: float
-    """Share of scales and means in `used_bytes`."""
+    """Share of scales, means and padding in `used_bytes`."""
     demotions_total: dict[str, int]
     """Pages re-encoded since the start, by step: "bf16->fp4"."""
     compactions_total: int

@@ -103,11 +103,12 @@ class PageStore:
         ready = (self.arena.formats == PLAIN) & (self.facts.written >= self.page_size)
         return torch.nonzero(ready & (self.facts.last_use < self.clock - age)).squeeze(-1)
 
-    def make_room(self, num_pages: int, hot_pages: Callable[[], Tensor]) -> bool:
+    def make_room(self, num_pages: int, hot_pages: Callable[[], Tensor], *, spare_hot: bool = False) -> bool:
         """Demote as few pages as it takes until `num_pages` plain pages can be mapped.
 
         Args:
             hot_pages: pages in hot windows of running requests; asked only when something must be demoted.
+            spare_hot: leave those alone, because something else can still go.
 
         Returns:
             Whether they fit now. If not, demotion has come as near to it as it can.
@@ -115,7 +116,9 @@ class PageStore:
         arena = self.arena
         if arena.fits([num_pages, *([0] * (len(arena.counts) - 1))]):
             return True
-        steps = demotion_steps(self.facts, arena.formats, hot_pages(), self.page_size, self.shared_format)
+        steps = demotion_steps(
+            self.facts, arena.formats, hot_pages(), self.page_size, self.shared_format, spare_hot=spare_hot
+        )
         k = steps.pages.numel()
         formats = len(arena.counts)
         change = torch.zeros(k + 1, formats, dtype=torch.int64)
@@ -216,5 +219,7 @@ class PageStore:
             self.arena.allocate(where, index)
             self.arena.write_pages(index, where, torch.cat(pieces))
         names = self.ladder.names
-        for source, goal in torch.stack((before, target), 1).tolist():
-            self.demotions_total[f"{names[source]}->{names[goal]}"] += 1
+        steps = torch.bincount(before * len(names) + target, minlength=len(names) ** 2).tolist()
+        for step, count in enumerate(steps):
+            if count:
+                self.demotions_total[f"{names[step // len(names)]}->{names[step % len(names)]}"] += count

@@ -133,18 +133,19 @@ class Csa2Allocator(PagedTokenToKVPoolAllocator):
         return bool(fits and self._free_pages(-(-num_tokens // self.page_size)))
 
     def _free_pages(self, num_pages: int) -> bool:
-        """Make room for `num_pages` plain pages: demote, and evict from the tree only when nothing can be demoted.
+        """Make room for `num_pages` plain pages: demote, then evict from the tree, then give up hot windows.
+
+        Hot windows come last: what nobody uses goes before what running requests read most.
 
         Here and not in `evict_to_free_tokens`, which SGLang asks for a page per request where most take none: in tokens that
         is free, in bytes it would demote hot pages for nothing.
         """
         tree = self.tree_cache
-        while not self.store.make_room(num_pages, self.hot_pages):
-            if tree is None or not tree.supports_prefix_sharing():
-                return False
+        while not self.store.make_room(num_pages, self.hot_pages, spare_hot=True):
             shortfall = self._missing_small_pages(num_pages) * self.page_size
-            if tree.evict(EvictParams(num_tokens=shortfall)).num_tokens_evicted == 0:
-                return False
+            can_evict = tree is not None and tree.supports_prefix_sharing()
+            if not can_evict or tree.evict(EvictParams(num_tokens=shortfall)).num_tokens_evicted == 0:
+                return self.store.make_room(num_pages, self.hot_pages)
         return True
 
     def verify_byte_accounting(self) -> list[str]:

@@ -41,6 +41,7 @@ class ByteBudget(PrefillBudget):
         self.total_offset: int
         self._overhead_tokens = request_overhead_pages(self.store) * self.page_size
         self._promised_tokens = 0
+        self._chunk_waits = False
 
     @property
     def remaining_total(self) -> int:
@@ -72,7 +73,9 @@ class ByteBudget(PrefillBudget):
     ) -> tuple[bool, int | None]:
         """Whether a request may start, and how many of its tokens this pass may take."""
         needed = total_tokens + self._overhead_tokens
-        if needed >= self.remaining_total:
+        # Nobody overtakes a prompt begun that waits for room. UPSTREAM(sglang 0.5.23: the scheduler counts a chunk for it as
+        # soon as anything else is admitted in the same pass, and would then take its last chunk for a middle one.)
+        if self._chunk_waits or needed >= self.remaining_total:
             return False, None
         limit = self._chunk(extend_input_len, chunk_limit)
         if limit is None:
@@ -82,18 +85,22 @@ class ByteBudget(PrefillBudget):
 
     def available_chunk_tokens(self, chunk_limit: int) -> int | None:
         """Tokens that a request already begun may take in this pass; None makes it wait for others to finish."""
-        return self._chunk(chunk_limit, chunk_limit)
+        tokens = self._chunk(chunk_limit, chunk_limit)
+        self._chunk_waits = tokens is None
+        return tokens
 
     def fit_chunk(self, *, extend_input_len: int, max_new_tokens: int, chunk_limit: int) -> int | None:
         """The next chunk of a request already begun; the rest of it stays promised."""
         self._promised_tokens = self.ceil_paged_tokens(extend_input_len) + self.page_size + max_new_tokens
-        return self._chunk(extend_input_len, chunk_limit)
+        tokens = self._chunk(extend_input_len, chunk_limit)
+        self._chunk_waits = tokens is None
+        return tokens
 
     def can_allocate_prefill(
         self, *, paged_input: int, extend_input_len: int, max_new_tokens: int, chunk_limit: int | None
     ) -> bool:
         """Whether a request fits when the radix tree is off."""
-        if paged_input + self._overhead_tokens >= self.remaining_total:
+        if self._chunk_waits or paged_input + self._overhead_tokens >= self.remaining_total:
             return False
         if chunk_limit is not None:
             paged_input = min(paged_input, chunk_limit)

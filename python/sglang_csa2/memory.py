@@ -51,7 +51,8 @@ def around_config_from_budget(
     from sglang_csa2.model import identity_layers
 
     options = options_here()
-    geometry = _geometry(self, identity_layers(self.model, self.layer_info.start_layer, self.layer_info.end_layer))
+    layers = self.layer_info
+    geometry = _geometry(self, identity_layers(self.model, layers.start_layer, layers.num_effective_layers))
     ladder = make_ladder(geometry, options.kv_format)
     plan = plan_arena(_arena_bytes(options.arena_bytes, budget_bytes), ladder.page_bytes)
     global _planned

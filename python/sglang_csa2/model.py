@@ -64,7 +64,7 @@ def check_attention(model: nn.Module, start_layer: int, num_layers: int) -> None
         )
 
 
-def identity_layers(model: nn.Module, start_layer: int, end_layer: int) -> tuple[int, ...]:
+def identity_layers(model: nn.Module, start_layer: int, num_layers: int) -> tuple[int, ...]:
     """Layers of this rank (counted from 0) whose key bias survives the page mean; their keys keep the identity basis."""
     flagged = set()
     parents = dict(model.named_modules())
@@ -77,7 +77,7 @@ def identity_layers(model: nn.Module, start_layer: int, end_layer: int) -> tuple
                 layer.layer_id,
                 float(ratio.max()),
             )
-    return tuple(sorted(layer for layer in flagged if 0 <= layer <= end_layer - start_layer))
+    return tuple(sorted(layer for layer in flagged if 0 <= layer < num_layers))
 
 
 def _bias_ratio(block: nn.Module | None, parent: nn.Module, layer: Any) -> Tensor | None:

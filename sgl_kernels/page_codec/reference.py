@@ -16,6 +16,7 @@ from torch import Tensor
 from sgl_kernels import codes as num
 from sgl_kernels.page_layout import PageLayout
 
+_FP16_MAX = torch.finfo(torch.float16).max
 _MAX_CODE = {"e4m3": num.E4M3_MAX, "e2m1": num.E2M1_MAX, "int4": num.INT4_MAX}
 _QUADS: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
 
@@ -107,6 +108,9 @@ def open_dense(block: Tensor, layout: PageLayout, layer: int, dtype: torch.dtype
     g, d = layout.geometry.num_kv_heads, layout.geometry.head_dim
     keys = torch.addcmul(opened.k_means, opened.k_codes, opened.k_scales)
     values = torch.addcmul(opened.v_means, opened.v_codes, opened.v_scales)
+    if dtype == torch.float16:
+        # A saturated entry can exceed float16 in the flat basis, and infinity would become NaN in the attention.
+        keys, values = keys.clamp(-_FP16_MAX, _FP16_MAX), values.clamp(-_FP16_MAX, _FP16_MAX)
     return keys.view(g, -1, d).to(dtype), values.view(g, -1, d).to(dtype)
 
 

@@ -237,5 +237,5 @@ def test_the_log_names_the_layer_and_counting_starts_at_the_rank(caplog: pytest.
         Block(Attention(9, Qkv(weight, bias), rotary())),
     ]
     with caplog.at_level(logging.INFO, "sglang_csa2"):
-        assert identity_layers(model_of(*blocks), 8, 10) == (1,)
+        assert identity_layers(model_of(*blocks), 8, 2) == (1,)
     assert "layer 9 keeps a key bias of 5.0 times its content" in caplog.text
