@@ -75,8 +75,8 @@ class Csa2ServerArgs(ServerArgs, kw_only=True, dict=True):  # type: ignore[call-
     csa2_shared_format: Annotated[
         str,
         Arg(
-            help="Number format of pages that other requests found in the prefix cache before they were compressed, while memory "
-            "is not short.",
+            help="Number format of pages that other requests found in the prefix cache before they were compressed, while "
+            "memory is not short.",
             choices=list(SHARED_FORMATS),
         ),
     ] = _DEFAULTS.shared_format
