@@ -62,6 +62,10 @@ PARAMETERS = {
         "managers.scheduler.Scheduler.init_request_dispatcher": ("self",),
         "managers.scheduler.Scheduler.run_batch": ("self", "batch"),
         "managers.scheduler.Scheduler.process_batch_result": ("self", "batch", "result"),
+        "managers.scheduler.Scheduler.get_prefill_adder_class": ("self",),
+    },
+    "budget": {
+        "managers.schedule_policy.PrefillAdder.add_one_req": ("self", "req", "has_chunked_req", "truncation_align_size"),
     },
     "pool": {"mem_cache.memory_pool.unwrap_write_loc": ()},
     "attention": {"mem_cache.memory_pool.KVWriteLoc": ("loc", "swa_loc")},
@@ -96,11 +100,12 @@ ATTRIBUTES = {
     },
     "scheduler": {
         "managers.scheduler.Scheduler": (
-            "_request_dispatcher", "chunked_req", "cur_batch_for_debug", "last_batch", "metrics_reporter",
-            "req_to_token_pool", "running_batch", "token_to_kv_pool_allocator", "tp_worker", "tree_cache",
+            "_request_dispatcher", "chunked_req", "cur_batch_for_debug", "last_batch", "max_req_input_len",
+            "max_total_num_tokens", "metrics_reporter", "req_to_token_pool", "running_batch",
+            "token_to_kv_pool_allocator", "tp_worker", "tree_cache",
         ),
         "managers.schedule_batch.ScheduleBatch": ("forward_mode", "prefix_lens", "reqs"),
-        "managers.schedule_batch.Req": ("extend_batch_idx", "finished", "kv", "origin_input_ids", "retracted_stain"),
+        "managers.schedule_batch.Req": ("finished", "kv", "origin_input_ids"),
         "managers.schedule_batch.ReqKvInfo": ("kv_allocated_len", "kv_committed_len", "req_pool_idx"),
         "mem_cache.memory_pool.ReqToTokenPool": ("req_to_token",),
     },
