@@ -15,7 +15,11 @@ SMALL = 2
 """Index of the smallest format, the end of the ladder."""
 UNMAPPED = -1
 
+HEAD_DIMS = range(32, 257, 2)
+"""Channels of a head that the codec can store."""
 _DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+MODEL_DTYPES = tuple(str(dtype).removeprefix("torch.") for dtype in _DTYPE_NAMES)
+"""Model dtypes whose pages can be compressed."""
 _CODES = {"fp4": "e2m1", "int4": "int4"}
 
 
@@ -63,7 +67,7 @@ def make_ladder(geometry: PageGeometry, kv_format: str) -> FormatLadder:
     if geometry.dtype not in _DTYPE_NAMES:
         allowed = ", ".join(_DTYPE_NAMES.values())
         raise PageFormatError(f"KV dtype {geometry.dtype} cannot be compressed: the model dtype must be one of {allowed}")
-    if not 32 <= geometry.head_dim <= 256 or geometry.head_dim % 2:
+    if geometry.head_dim not in HEAD_DIMS:
         raise PageFormatError(f"head_dim {geometry.head_dim} cannot be compressed: it must be an even number from 32 to 256")
     if kv_format not in _CODES:
         raise PageFormatError(f"kv format {kv_format!r} does not exist: choose one of {', '.join(_CODES)}")

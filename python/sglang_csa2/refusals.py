@@ -10,12 +10,10 @@ from typing import Any
 import msgspec
 
 from csa2.errors import OptionError, UnsupportedModelError
+from csa2.formats import HEAD_DIMS, MODEL_DTYPES
 from sglang_csa2.args import SCHEME, flag_of
 
 SERVED_KV_DTYPES = ("auto", "bfloat16", "bf16")
-SERVED_MODEL_DTYPES = ("bfloat16", "float16", "float32")
-HEAD_DIMS = range(32, 257, 2)
-"""Head dimensions a page format exists for: even numbers from 32 to 256."""
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
@@ -219,7 +217,7 @@ def _value_dim(model: Any) -> object:
 
 def _dtype(model: Any) -> object:
     name = str(model.dtype).removeprefix("torch.")
-    return None if name in SERVED_MODEL_DTYPES else name
+    return None if name in MODEL_DTYPES else name
 
 
 ANOTHER_MODEL = "Serve this model without --kv-compress"
@@ -279,7 +277,7 @@ MODELS: tuple[Refusal, ...] = (
     Refusal(
         what="number format",
         found=_dtype,
-        reason=f"pages are made from {', '.join(SERVED_MODEL_DTYPES)} entries",
+        reason=f"pages are made from {', '.join(MODEL_DTYPES)} entries",
         hint="Choose one of these with --dtype",
     ),
 )
