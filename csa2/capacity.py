@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from csa2.errors import OptionError
-from csa2.formats import PLAIN, SMALL, packing
+from csa2.formats import PLAIN, packing
 from csa2.units import format_bytes
 
 MIN_PLAIN_PAGES = 4
@@ -28,6 +28,13 @@ class ArenaPlan:
     num_slabs: int
     page_bytes: tuple[int, ...]
     pages_per_slab: tuple[int, ...]
+    guard: int
+    """Format beyond which the first page of a sequence is not demoted."""
+
+    @property
+    def end(self) -> int:
+        """Index of the smallest format."""
+        return len(self.page_bytes) - 1
 
     @property
     def arena_bytes(self) -> int:
@@ -37,7 +44,7 @@ class ArenaPlan:
     @property
     def max_pages(self) -> int:
         """Most pages the arena can hold: all in the smallest format."""
-        return self.num_slabs * self.pages_per_slab[SMALL]
+        return self.num_slabs * self.pages_per_slab[self.end]
 
     def slabs_needed(self, counts: Sequence[int]) -> int:
         """Slabs for `counts[f]` pages of each format f, after compaction."""
@@ -65,23 +72,34 @@ class ArenaPlan:
         per_slab = torch.tensor(self.pages_per_slab)
         return ((counts + per_slab - 1) // per_slab).sum(-1)
 
-    def small_room(self, plain_pages: int) -> int:
-        """Pages of the smallest format that fit beside `plain_pages` pages being written (negative: none, and more)."""
-        free = self.num_slabs - -(-plain_pages // self.pages_per_slab[PLAIN])
-        return free * self.pages_per_slab[SMALL]
+    def small_room(self, plain_pages: int, guarded_pages: int) -> int:
+        """Pages of the smallest format that fit beside `plain_pages` being written and `guarded_pages` first of a sequence
+        (negative: none, and more)."""
+        free = self.num_slabs - self._slabs_of(PLAIN, plain_pages) - self._guarded_slabs(guarded_pages)
+        return free * self.pages_per_slab[self.end]
 
-    def plain_room(self, small_pages: int) -> int:
-        """Pages being written that fit beside `small_pages` pages of the smallest format."""
-        free = self.num_slabs - -(-small_pages // self.pages_per_slab[SMALL])
+    def plain_room(self, small_pages: int, guarded_pages: int) -> int:
+        """Pages being written that fit beside `small_pages` of the smallest format and `guarded_pages`."""
+        free = self.num_slabs - self._slabs_of(self.end, small_pages) - self._guarded_slabs(guarded_pages)
         return free * self.pages_per_slab[PLAIN]
 
+    def _slabs_of(self, index: int, pages: int) -> int:
+        return -(-pages // self.pages_per_slab[index])
 
-def plan_arena(arena_bytes: int, page_bytes: Sequence[int]) -> ArenaPlan:
+    def _guarded_slabs(self, pages: int) -> int:
+        """Slabs of guarded pages, which share those of the smallest format where both are the same."""
+        return self._slabs_of(self.guard, pages) if self.guard != self.end else 0
+
+
+def plan_arena(arena_bytes: int, page_bytes: Sequence[int], guard: int | None = None) -> ArenaPlan:
     """Cut `arena_bytes` into slabs.
 
     The slab is a multiple of the plain page, so that plain pages form one uniform strided tensor. Larger slabs pack coded
     pages with less waste; more slabs lose less to one part-filled slab per format. The size that holds most coded pages
     with a slab per format part-filled wins.
+
+    Args:
+        guard: smallest format of the first page of a sequence; None is the smallest of all.
 
     Raises:
         OptionError: the arena is too small to serve a request.
@@ -103,4 +121,7 @@ def plan_arena(arena_bytes: int, page_bytes: Sequence[int]) -> ArenaPlan:
     # At least four slabs: a page being written, one format for sealed pages, and room to move.
     best = max(range(1, min(_MAX_SLAB_PAGES, total // MIN_PLAIN_PAGES) + 1), key=held)
     slab_bytes = best * plain
-    return ArenaPlan(slab_bytes, total // best, tuple(page_bytes), packing(slab_bytes, page_bytes))
+    end = len(page_bytes) - 1
+    return ArenaPlan(
+        slab_bytes, total // best, tuple(page_bytes), packing(slab_bytes, page_bytes), end if guard is None else guard
+    )

@@ -6,13 +6,11 @@ from dataclasses import dataclass
 import torch
 
 from csa2.errors import PageFormatError
-from sgl_kernels.page_layout import PageGeometry, PageLayout, coded_layout, plain_layout
+from sgl_kernels.page_layout import KeyClass, PageGeometry, PageLayout, coded_layout, plain_layout, reduced_layout
 
 PLAIN = 0
 """Index of the format in which pages are written."""
 FP8 = 1
-SMALL = 2
-"""Index of the smallest format, the end of the ladder."""
 UNMAPPED = -1
 
 HEAD_DIMS = range(32, 257, 2)
@@ -21,6 +19,11 @@ _DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "f
 MODEL_DTYPES = tuple(str(dtype).removeprefix("torch.") for dtype in _DTYPE_NAMES)
 """Model dtypes whose pages can be compressed."""
 _CODES = {"fp4": "e2m1", "int4": "int4"}
+MERGE = {"csa2-2x": 1, "csa2-4x": 2, "csa2-8x": 4}
+"""Formats with reduced key channels, and how many tokens share an entry."""
+
+HeadClasses = tuple[tuple[KeyClass, ...], ...]
+"""Key classes of each of the L x G heads in the reduced formats; an empty one keeps all its channels."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,12 @@ class FormatLadder:
     """Layouts from the largest to the smallest; a page moves only towards the end."""
 
     layouts: tuple[PageLayout, ...]
+    warm: int
+    """Format of private pages between the hot and the warm window: the 4-bit one."""
+    tail: int
+    """Format of private pages beyond the warm window."""
+    shared: int | None
+    """Format of shared pages while memory is not short; None: the same as private ones."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -44,13 +53,23 @@ class FormatLadder:
         """Geometry shared by all formats."""
         return self.layouts[0].geometry
 
+    @property
+    def end(self) -> int:
+        """Index of the smallest format."""
+        return len(self.layouts) - 1
+
+    @property
+    def guard(self) -> int:
+        """Smallest format of the first page of a sequence: the end of the ladder, or 4 bits where the end merges tokens."""
+        return self.warm if self.layouts[self.end].is_merged else self.end
+
     def index(self, name: str) -> int:
         """Index of the format called `name`; "bf16" means the model dtype and "fp4" the 4-bit rung of either code.
 
         Raises:
             PageFormatError: no such format.
         """
-        aliases = {"bf16": PLAIN, "fp8": FP8, "fp4": SMALL}
+        aliases = {"bf16": PLAIN, "fp4": self.warm}
         if name in self.names:
             return self.names.index(name)
         if name in aliases:
@@ -58,26 +77,56 @@ class FormatLadder:
         raise PageFormatError(f"page format {name!r} does not exist: choose one of {', '.join(self.names)}")
 
 
-def make_ladder(geometry: PageGeometry, kv_format: str) -> FormatLadder:
-    """The ladder for one model: model dtype, FP8, then 4 bits with `kv_format` codes ("fp4" or "int4").
+def make_ladder(
+    geometry: PageGeometry,
+    kv_format: str,
+    tail: str | None = None,
+    shared: str | None = "fp8",
+    classes: HeadClasses = (),
+) -> FormatLadder:
+    """The ladder for one model: model dtype, FP8, 4 bits, then what `tail` names.
+
+    Args:
+        kv_format: codes of the 4-bit rung, "fp4" or "int4".
+        tail: format of old private pages; None is the 4-bit one.
+        shared: format of shared pages; None treats them like private ones.
+        classes: key classes of each head, for a `tail` with reduced channels.
 
     Raises:
-        PageFormatError: a geometry that the codec cannot store.
+        PageFormatError: a geometry that the codec cannot store, or a format that does not exist.
+    """
+    check_geometry(geometry)
+    if kv_format not in _CODES:
+        raise PageFormatError(f"kv format {kv_format!r} does not exist: choose one of {', '.join(_CODES)}")
+    four_bit = _CODES[kv_format]
+    layouts = [plain_layout(_DTYPE_NAMES[geometry.dtype], geometry), coded_layout("fp8", "e4m3", "e4m3", geometry)]
+    # Only where it is used: every format in use costs a part-filled slab.
+    if "k8v4" in (tail, shared):
+        layouts.append(coded_layout("k8v4", "e4m3", four_bit, geometry))
+    warm = len(layouts)
+    layouts.append(coded_layout(kv_format, four_bit, four_bit, geometry))
+    if tail in MERGE:
+        layouts.append(reduced_layout(tail, classes, "lloyd2", MERGE[tail], geometry))
+    ladder = FormatLadder(tuple(layouts), warm, warm, PLAIN)
+    return FormatLadder(
+        ladder.layouts,
+        warm,
+        warm if tail is None else ladder.index(tail),
+        None if shared is None else ladder.index(shared),
+    )
+
+
+def check_geometry(geometry: PageGeometry) -> None:
+    """Refuse what the codec cannot store.
+
+    Raises:
+        PageFormatError: names the dtype, head dim or page size and what is allowed.
     """
     if geometry.dtype not in _DTYPE_NAMES:
         allowed = ", ".join(_DTYPE_NAMES.values())
         raise PageFormatError(f"KV dtype {geometry.dtype} cannot be compressed: the model dtype must be one of {allowed}")
     if geometry.head_dim not in HEAD_DIMS:
         raise PageFormatError(f"head_dim {geometry.head_dim} cannot be compressed: it must be an even number from 32 to 256")
-    if kv_format not in _CODES:
-        raise PageFormatError(f"kv format {kv_format!r} does not exist: choose one of {', '.join(_CODES)}")
-    return FormatLadder(
-        (
-            plain_layout(_DTYPE_NAMES[geometry.dtype], geometry),
-            coded_layout("fp8", "e4m3", geometry),
-            coded_layout(kv_format, _CODES[kv_format], geometry),
-        )
-    )
 
 
 def packing(slab_bytes: int, page_bytes: Sequence[int]) -> tuple[int, ...]:

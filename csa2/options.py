@@ -12,15 +12,17 @@ PAGE_SIZE = 64
 
 Ratio = Literal["auto", "1", "2", "4", "8"]
 CodeFormat = Literal["fp4", "int4"]
-SharedFormat = Literal["bf16", "fp8", "fp4"]
+SharedFormat = Literal["bf16", "fp8", "k8v4", "fp4", "tail"]
+TailFormat = Literal["ratio", "bf16", "fp8", "k8v4"]
 Impl = Literal["auto", "reference", "cpu", "cuda"]
 
 RATIOS: tuple[str, ...] = get_args(Ratio)
 CODE_FORMATS: tuple[str, ...] = get_args(CodeFormat)
 SHARED_FORMATS: tuple[str, ...] = get_args(SharedFormat)
+TAIL_FORMATS: tuple[str, ...] = get_args(TailFormat)
 IMPLS: tuple[str, ...] = get_args(Impl)
 
-SERVED_RATIOS = ("1",)
+SERVED_RATIOS = ("1", "2", "4", "8")
 SERVED_IMPLS = ("auto", "reference")
 
 
@@ -32,13 +34,22 @@ class CacheOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     hot_tokens: int = 128
     warm_tokens: int = 1024
     shared_format: SharedFormat = "fp8"
+    tail_format: TailFormat = "ratio"
     kv_format: CodeFormat = "fp4"
+    protect_tokens: int = 64
     impl: Impl = "auto"
 
     @property
     def arena_bytes(self) -> int | None:
         """Bytes asked for, or None: what SGLang would give its bf16 pool."""
         return None if self.arena_size is None else parse_bytes(self.arena_size, "--csa2-arena-size")
+
+    @property
+    def old_page_format(self) -> str | None:
+        """Format of private pages beyond the warm window; None: the 4-bit one."""
+        if self.tail_format != "ratio":
+            return self.tail_format
+        return None if self.ratio == "1" else f"csa2-{self.ratio}x"
 
     @property
     def resolved_impl(self) -> str:
@@ -54,19 +65,29 @@ class CacheOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         _one_of("--csa2-ratio", self.ratio, RATIOS)
         _one_of("--csa2-kv-format", self.kv_format, CODE_FORMATS)
         _one_of("--csa2-shared-format", self.shared_format, SHARED_FORMATS)
+        _one_of("--csa2-tail-format", self.tail_format, TAIL_FORMATS)
         _one_of("--csa2-impl", self.impl, IMPLS)
         _ = self.arena_bytes
         if self.ratio not in SERVED_RATIOS:
             raise OptionError(
-                f"--csa2-ratio {self.ratio} is not available in this version: merging and channel reduction are not "
-                f"built yet. Use --csa2-ratio 1 (4-bit pages, about 3.8x smaller than bf16)"
+                f"--csa2-ratio {self.ratio} is not available in this version: the ratio does not follow memory yet. "
+                f"Choose one of {', '.join(SERVED_RATIOS)}"
+            )
+        if self.tail_format != "ratio" and self.ratio != "1":
+            raise OptionError(
+                f"--csa2-tail-format {self.tail_format} and --csa2-ratio {self.ratio} both say what old pages become: leave "
+                f"one of them out"
             )
         if self.impl not in SERVED_IMPLS:
             raise OptionError(
                 f"--csa2-impl {self.impl} is not available in this version: only the torch implementation is built. "
                 f"Use --csa2-impl reference or leave the option out"
             )
-        for name, value in (("--csa2-hot-tokens", self.hot_tokens), ("--csa2-warm-tokens", self.warm_tokens)):
+        for name, value in (
+            ("--csa2-hot-tokens", self.hot_tokens),
+            ("--csa2-warm-tokens", self.warm_tokens),
+            ("--csa2-protect-tokens", self.protect_tokens),
+        ):
             if not 0 <= value <= 2**31 - 1:
                 raise OptionError(f"{name} {value} is out of range: give a number of tokens from 0 to 2147483647")
         if self.warm_tokens < self.hot_tokens:

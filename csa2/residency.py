@@ -9,21 +9,25 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from csa2.formats import FP8, PLAIN, SMALL
+from csa2.formats import FP8, PLAIN, FormatLadder
 
 
 class DemotionRound(IntEnum):
     """Rounds of demotion under pressure, first to last. Within a round the page used longest ago goes first."""
 
     COLD_PRIVATE = 0
-    """Plain pages outside every hot window that nobody shares: to the smallest format."""
+    """Pages outside every hot window that nobody shares: to 4 bits."""
     PROTECTED = 1
     """Plain pages that are shared or first in their sequence: to the shared format, or FP8."""
-    SQUEEZE = 2
-    """FP8 pages, the protected ones last: to the smallest format."""
-    HOT = 3
+    SHRINK = 2
+    """Private pages: to the smallest format."""
+    SQUEEZE = 3
+    """Protected pages: to 4 bits."""
+    SHRINK_PROTECTED = 4
+    """Protected pages: to the smallest format, those first in their sequence only as far as nothing is merged."""
+    HOT = 5
     """Full plain pages in the hot window of a running request: to FP8."""
-    LAST = 4
+    LAST = 6
     """Those too to the smallest format. After this round only open pages are plain."""
 
 
@@ -70,54 +74,58 @@ class DemotionSteps:
     """(K,) int64 format after the step."""
 
 
-def sealed_format(facts: PageFacts, pages: Tensor, shared_format: int) -> Tensor:
-    """(n,) int64 format that full `pages` take when they leave the hot window: by role, while memory is not short."""
-    target = torch.full_like(pages, SMALL)
-    target[facts.hits[pages] > 0] = shared_format
+def sealed_format(facts: PageFacts, pages: Tensor, old: Tensor, ladder: FormatLadder) -> Tensor:
+    """(n,) int64 format that full `pages` take while memory is not short, by role.
+
+    Args:
+        old: (n,) bool: beyond the warm window and not only beyond the hot one.
+    """
+    target = torch.full_like(pages, min(ladder.warm, ladder.tail))
+    target[old] = ladder.tail
+    if ladder.shared is not None:
+        target[facts.hits[pages] > 0] = ladder.shared
     # The attention sinks: 64 tokens that every later query reads; they cost one page and carry the most weight.
     target[facts.first[pages]] = PLAIN
     return target
 
 
 def demotion_steps(
-    facts: PageFacts, formats: Tensor, hot: Tensor, page_size: int, shared_format: int, *, spare_hot: bool = False
+    facts: PageFacts, formats: Tensor, hot: Tensor, page_size: int, ladder: FormatLadder, *, spare_hot: bool = False
 ) -> DemotionSteps:
     """Everything that could be demoted, in order.
 
     Args:
         formats: (virtual pages,) int8 format of each page.
         hot: (n,) int64 pages in the hot window of a request that is running now.
-        shared_format: format of shared pages while memory is not short.
+        ladder: the formats and their roles.
         spare_hot: leave out the rounds that touch hot windows.
     """
-    full = torch.nonzero((formats >= PLAIN) & (formats < SMALL) & (facts.written >= page_size)).squeeze(-1)
-    present = formats[full].long()
-    is_hot = torch.isin(full, hot)
+    full = torch.nonzero((formats >= PLAIN) & (formats < ladder.end) & (facts.written >= page_size)).squeeze(-1)
+    current = formats[full].long()
+    # Beyond its first step down a page is no longer what a running request reads as written.
+    is_hot = torch.isin(full, hot) & (current == PLAIN)
     shared = facts.hits[full] > 0
     protected = shared | facts.first[full]
-    plain = present == PLAIN
-    protected_target = torch.where(shared & (shared_format != PLAIN), shared_format, FP8)
-
-    cold = plain & ~is_hot & ~protected
-    guarded = plain & ~is_hot & protected
-    warm = plain & is_hot & (not spare_hot)
-    squeezable = (present == FP8) | (guarded & (protected_target == FP8))
+    floor = torch.where(facts.first[full], ladder.guard, ladder.end)
+    shared_format = ladder.tail if ladder.shared is None else ladder.shared
+    protected_format = torch.where(shared & (shared_format != PLAIN), min(shared_format, ladder.warm), FP8)
     rounds = [
-        (cold, DemotionRound.COLD_PRIVATE, present, torch.full_like(present, SMALL)),
-        (guarded, DemotionRound.PROTECTED, present, protected_target),
-        (squeezable, DemotionRound.SQUEEZE, torch.full_like(present, FP8), torch.full_like(present, SMALL)),
-        (warm, DemotionRound.HOT, present, torch.full_like(present, FP8)),
-        (warm, DemotionRound.LAST, torch.full_like(present, FP8), torch.full_like(present, SMALL)),
+        (~is_hot & ~protected, torch.full_like(current, ladder.warm)),
+        (~is_hot & protected & (current == PLAIN), protected_format),
+        (~is_hot & ~protected, floor),
+        (~is_hot & protected, torch.full_like(current, ladder.warm)),
+        (~is_hot & protected, floor),
+        (is_hot & (not spare_hot), torch.full_like(current, FP8)),
+        (is_hot & (not spare_hot), floor),
     ]
     pages, order, source, target = [], [], [], []
-    for chosen, demotion_round, before, after in rounds:
-        index = torch.nonzero(chosen).squeeze(-1)
+    for demotion_round, (chosen, after) in zip(DemotionRound, rounds, strict=True):
+        index = torch.nonzero(chosen & (after > current)).squeeze(-1)
         pages.append(full[index])
-        # In the squeeze unprotected pages go before protected ones.
-        late = protected[index] if demotion_round == DemotionRound.SQUEEZE else torch.zeros_like(index, dtype=torch.bool)
-        order.append(int(demotion_round) * 2 + late.long())
-        source.append(before[index])
+        order.append(torch.full_like(index, int(demotion_round)))
+        source.append(current[index])
         target.append(after[index])
+        current[index] = after[index]
     page = torch.cat(pages)
     by_page = torch.arange(page.numel())
     for key in (page, facts.last_use[page], torch.cat(order)):

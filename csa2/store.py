@@ -7,11 +7,11 @@ from torch import Tensor
 
 from csa2.arena import Arena
 from csa2.capacity import ArenaPlan
+from csa2.codec.codec import PageCodec
 from csa2.errors import IntegrityError
 from csa2.formats import PLAIN, UNMAPPED, FormatLadder
 from csa2.residency import PageFacts, demotion_steps, sealed_format
-from sgl_kernels.basis import orthonormal_basis
-from sgl_kernels.page_codec.reference import open_pages, seal_pages
+from sgl_kernels.page_codec.reference import Entries
 
 CODEC_BATCH_PAGES = 8
 """Pages encoded at a time: bounds the fp32 workspace of sealing whatever the prompt length."""
@@ -24,13 +24,16 @@ class PageStore:
     re-encoded, and only towards the end of the ladder.
     """
 
-    def __init__(self, ladder: FormatLadder, plan: ArenaPlan, num_virtual_pages: int, device: str = "cpu") -> None:
+    def __init__(
+        self, ladder: FormatLadder, plan: ArenaPlan, num_virtual_pages: int, codec: PageCodec, device: str = "cpu"
+    ) -> None:
         self.ladder = ladder
+        self.codec = codec.to(device)
         self.arena = Arena(plan, num_virtual_pages, device)
         self.facts = PageFacts.empty(num_virtual_pages)
-        self.basis = orthonormal_basis(ladder.geometry.head_dim).to(device)
         self.page_size = ladder.geometry.page_size
-        self.shared_format = PLAIN
+        self.protected_pages = 1
+        """Pages at the beginning of a sequence that are never merged."""
         self.clock = 0
         names = ladder.names
         self.demotions_total = {f"{a}->{b}": 0 for i, a in enumerate(names) for b in names[i + 1 :]}
@@ -39,6 +42,12 @@ class PageStore:
     def open_pages(self) -> int:
         """Mapped pages that are not fully written and so cannot be compressed."""
         return int(((self.arena.formats[1:] == PLAIN) & (self.facts.written[1:] < self.page_size)).sum())
+
+    @property
+    def guarded_pages(self) -> int:
+        """Mapped pages that are never merged; 0 where no format merges."""
+        plan = self.arena.plan
+        return int(self.facts.first[1:].sum()) if plan.guard != plan.end else 0
 
     @property
     def mapped_pages(self) -> int:
@@ -88,15 +97,19 @@ class PageStore:
         """Note that `pages` are read in this forward pass."""
         self.facts.last_use[pages] = self.clock
 
-    def seal(self, pages: Tensor) -> int:
-        """Compress those of `pages` that are plain and full to the format of their role; the number compressed.
+    def seal(self, pages: Tensor, old: Tensor | None = None) -> int:
+        """Compress full `pages` that left the hot window, and `old` ones that left the warm window too, to the format of
+        their role; the number compressed.
 
-        A page that finds no room for its smaller form stays plain: it is among the first to go under pressure.
+        A page that has become smaller keeps what it has. One that finds no room for its smaller form stays as it is: it is
+        among the first to go under pressure.
         """
-        ready = (self.arena.formats[pages] == PLAIN) & (self.facts.written[pages] >= self.page_size)
-        chosen = torch.unique(pages[ready])
-        target = sealed_format(self.facts, chosen, self.shared_format)
-        return self._reencode(chosen[target != PLAIN], target[target != PLAIN])
+        chosen = torch.unique(pages if old is None else torch.cat((pages, old)))
+        chosen = chosen[(self.arena.formats[chosen] != UNMAPPED) & (self.facts.written[chosen] >= self.page_size)]
+        is_old = torch.zeros_like(chosen, dtype=torch.bool) if old is None else torch.isin(chosen, old)
+        target = sealed_format(self.facts, chosen, is_old, self.ladder)
+        smaller = target > self.arena.formats[chosen]
+        return self._reencode(chosen[smaller], target[smaller])
 
     def cold_pages(self, age: int) -> Tensor:
         """Plain full pages not used for `age` forward passes."""
@@ -116,9 +129,7 @@ class PageStore:
         arena = self.arena
         if arena.fits([num_pages, *([0] * (len(arena.counts) - 1))]):
             return True
-        steps = demotion_steps(
-            self.facts, arena.formats, hot_pages(), self.page_size, self.shared_format, spare_hot=spare_hot
-        )
+        steps = demotion_steps(self.facts, arena.formats, hot_pages(), self.page_size, self.ladder, spare_hot=spare_hot)
         k = steps.pages.numel()
         formats = len(arena.counts)
         change = torch.zeros(k + 1, formats, dtype=torch.int64)
@@ -140,29 +151,10 @@ class PageStore:
         self._reencode(pages, final[pages])
         return fits
 
-    def read(self, pages: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values (n, L, G, S, D) fp32 of mapped `pages`, opened from whatever format each has."""
-        geometry = self.ladder.geometry
-        shape = (
-            pages.numel(),
-            geometry.num_layers,
-            geometry.num_kv_heads,
-            geometry.page_size,
-            geometry.head_dim,
-        )
-        keys, values = torch.empty(shape), torch.empty(shape)
-        present = self.arena.formats[pages]
-        for index, layout in enumerate(self.ladder.layouts):
-            chosen = torch.nonzero(present == index).squeeze(-1)
-            if chosen.numel() == 0:
-                continue
-            data = self.arena.read_pages(index, pages[chosen])
-            if layout.is_plain:
-                pair = data.view(geometry.dtype).view(chosen.numel(), geometry.num_layers, 2, *shape[2:]).float()
-                keys[chosen], values[chosen] = pair[:, :, 0], pair[:, :, 1]
-            else:
-                keys[chosen], values[chosen] = open_pages(data, layout, self.basis)
-        return keys, values
+    def read(self, pages: Tensor) -> Entries:
+        """Entries of mapped `pages` (n,), all of one format, in the model's own basis; heads is L x G."""
+        index = int(self.arena.formats[pages[0]])
+        return self.codec.open(self.arena.read_pages(index, pages), self.ladder.layouts[index])
 
     def check_integrity(self) -> None:
         """Recompute the accounting from the page table.
@@ -201,17 +193,16 @@ class PageStore:
         return done
 
     def _reencode_wave(self, pages: Tensor, before: Tensor, target: Tensor) -> None:
+        formats = len(self.ladder.layouts)
+        moves = before * formats + target
         packed: dict[int, list[Tensor]] = {}
         placed: dict[int, list[Tensor]] = {}
-        for start in range(0, pages.numel(), CODEC_BATCH_PAGES):
-            batch = pages[start : start + CODEC_BATCH_PAGES]
-            wanted = target[start : start + CODEC_BATCH_PAGES]
-            keys, values = self.read(batch)
-            for index in torch.unique(wanted).tolist():
-                chosen = wanted == index
-                data = seal_pages(keys[chosen], values[chosen], self.ladder.layouts[index], self.basis)
-                packed.setdefault(index, []).append(data)
-                placed.setdefault(index, []).append(batch[chosen])
+        for move in torch.unique(moves).tolist():
+            index, moving = move % formats, pages[moves == move]
+            for start in range(0, moving.numel(), CODEC_BATCH_PAGES):
+                batch = moving[start : start + CODEC_BATCH_PAGES]
+                packed.setdefault(index, []).append(self.codec.seal(self.read(batch), self.ladder.layouts[index]))
+                placed.setdefault(index, []).append(batch)
         # Release before allocating: the place of the smaller form may be the one that is freed.
         self.arena.release(pages)
         for index, pieces in packed.items():
@@ -219,7 +210,7 @@ class PageStore:
             self.arena.allocate(where, index)
             self.arena.write_pages(index, where, torch.cat(pieces))
         names = self.ladder.names
-        steps = torch.bincount(before * len(names) + target, minlength=len(names) ** 2).tolist()
+        steps = torch.bincount(moves, minlength=formats**2).tolist()
         for step, count in enumerate(steps):
             if count:
-                self.demotions_total[f"{names[step // len(names)]}->{names[step % len(names)]}"] += count
+                self.demotions_total[f"{names[step // formats]}->{names[step % formats]}"] += count

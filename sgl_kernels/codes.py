@@ -1,8 +1,11 @@
 """Number formats of stored pages: code tables and their rounding.
 
 E2M1 is the 4-bit float of the OCP Microscaling specification (v1.0), E4M3 its 8-bit float. Scales are unsigned
-E5M3: like E4M3 without the sign, so that one more exponent bit covers every model and decoding is one shift.
+E5M3: like E4M3 without the sign, so that one more exponent bit covers every model and decoding is one shift. The 2-bit
+levels of `lloyd2` are those of Max (1960) for a normal distribution, in units of its standard deviation.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -14,6 +17,11 @@ INT4_MAX = 7.0
 INT4_ASYMMETRIC_MAX = 7.5
 """Asymmetric codes are the sixteen levels -7.5 .. 7.5 around a midpoint."""
 E4M3_MAX = 448.0
+LLOYD2_LEVELS = (-1.510, -0.4528, 0.4528, 1.510)
+LLOYD2_BOUNDARY = 0.9816
+"""Between the inner and the outer level; the other boundary is 0."""
+CODE_BITS = {"e4m3": 8, "e2m1": 4, "int4": 4, "int4_asymmetric": 4, "lloyd2": 2}
+"""Bits of each kind of code a page can hold."""
 
 UE5M3_MIN = 2.0**-15
 UE5M3_MAX = 1.875 * 2.0**16
@@ -69,33 +77,44 @@ def round_int4_asymmetric(value: Tensor) -> Tensor:
     return (value + INT4_ASYMMETRIC_MAX).round_().clamp_(0, 15).to(torch.uint8)
 
 
-def pack_nibbles(codes: Tensor) -> Tensor:
-    """(..., D) codes 0..15 -> (..., D/2) bytes; the even channel lies in the low nibble."""
-    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+def round_lloyd2(value: Tensor) -> Tensor:
+    """2-bit codes 0..3 of fp32 `value`: the nearest of `LLOYD2_LEVELS`."""
+    return (value > -LLOYD2_BOUNDARY).to(torch.uint8) + (value > 0) + (value > LLOYD2_BOUNDARY)
 
 
-def nibble_values(kind: str) -> Tensor:
-    """(16,) fp32: the value of each 4-bit code; `kind` is "e2m1", "int4" or "int4_asymmetric"."""
-    if kind == "e2m1":
-        positive = torch.tensor(E2M1_MAGNITUDES)
-        return torch.cat((positive, -positive))
-    levels = torch.arange(16, dtype=torch.float32)
-    return levels - (8.0 if kind == "int4" else INT4_ASYMMETRIC_MAX)
+def encode_codes(value: Tensor, kind: str) -> Tensor:
+    """uint8 codes of fp32 `value`, already divided by its scale."""
+    return _ENCODERS[kind](value)
 
 
-def nibble_quads(kind: str, dtype: torch.dtype = torch.float32) -> Tensor:
-    """(65536,) words: for each two bytes, read as int16 and counted from -32768, the values of their four nibbles.
+def decode_codes(code: Tensor, kind: str) -> Tensor:
+    """fp32 value of uint8 codes, in units of their scale."""
+    if kind == "e4m3":
+        return decode_e4m3(code)
+    if kind == "int4":
+        return code.to(torch.float32).sub_(8.0)
+    if kind == "int4_asymmetric":
+        return code.to(torch.float32).sub_(INT4_ASYMMETRIC_MAX)
+    levels = torch.tensor(_LEVELS[kind], device=code.device)
+    return levels.index_select(0, code.reshape(-1).to(torch.int32)).view(code.shape)
 
-    Two bytes at a time, because a gather costs by the element: 2 to 4 times faster than by the byte.
-    """
-    values = nibble_values(kind).to(dtype)
-    pair = (torch.arange(65536) + 32768) & 0xFFFF
-    rows = torch.stack([values[(pair >> shift) & 15] for shift in (0, 4, 8, 12)], dim=-1)
-    return rows.view(torch.complex128 if dtype == torch.float32 else torch.int64).reshape(-1)
+
+def entry_scales(value: Tensor, kind: str) -> Tensor:
+    """(...) fp32 scale of each row of `value` (..., C) before it is rounded to a byte."""
+    if kind == "lloyd2":
+        return value.square().mean(-1).sqrt_()
+    return value.abs().amax(-1) / _LARGEST[kind]
 
 
-def unpack_nibbles(packed: Tensor, quads: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """(..., D/2) bytes, an even number of them in all -> (..., D) values, by the table of `nibble_quads` for `dtype`."""
-    pairs = packed.contiguous().view(-1).view(torch.int16)
-    flat = quads.index_select(0, pairs.to(torch.int32).add_(32768))
-    return flat.view(dtype).view(*packed.shape[:-1], packed.shape[-1] * 2)
+_LARGEST = {"e4m3": E4M3_MAX, "e2m1": E2M1_MAX, "int4": INT4_MAX}
+_LEVELS = {
+    "e2m1": (*E2M1_MAGNITUDES, *(-m for m in E2M1_MAGNITUDES)),
+    "lloyd2": LLOYD2_LEVELS,
+}
+_ENCODERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "e4m3": encode_e4m3,
+    "e2m1": round_e2m1,
+    "int4": round_int4,
+    "int4_asymmetric": round_int4_asymmetric,
+    "lloyd2": round_lloyd2,
+}

@@ -1,23 +1,53 @@
 """Where the parts of a stored page lie: the binary contract between whoever writes pages and whoever reads them.
 
-A page is one contiguous envelope with all layers and local KV heads. Axes: L layers, G KV heads, S page size, D head
-dim. Per layer a plain page holds K then V, each (G, S, D) in the model dtype. A coded page holds, per layer, in this order:
+A page is one contiguous envelope with all layers and local KV heads. Axes: L layers, G KV heads, S page size, D head dim.
 
-    k_codes (G, S, code_bytes)   v_codes (G, S, code_bytes)
-    k_scales (G, scale_slots)    v_scales (G, S)
-    k_means (G, D)               v_means (G, D)
+A *plain* page holds, per layer, K then V, each (G, S, D) in the model dtype.
 
-Codes of an entry are channels in order, 4-bit codes two a byte with the even channel low. Scales are unsigned E5M3,
-means E4M3. In a layer with the flat basis keys have one scale per entry; in a layer with the identity basis one scale
-per channel, and `k_means` holds the midpoints of the channels.
+A *coded* page holds one piece per layer and head, layer-major, each starting on 64 bytes. With E entries (tokens, or
+groups of merged tokens) a piece holds, in this order:
+
+    k_codes, class by class     v_codes
+    k_scales (classes, E), or (D,) with channel scales     v_scales (E,)
+    k_mean (D,)     v_mean (D,) unless merged     bias (E,) if merged
+
+Scales are unsigned E5M3 bytes, means E4M3, biases unsigned steps of 1/16 nat.
+
+Codes lie in *lines* of 64 bytes: 16 lanes of one dword, each with the codes of 4, 8 or 16 (8, 4 or 2 bits) consecutive
+contraction indices, index 4 j + b of them in byte b at the j-th bit field from below. Keys have the entry in the lane and
+contract over channels; values have the channel in the lane and contract over entries. Lines are ordered by contraction
+group, then by lane block. That is what a dot product instruction over bytes reads. A last group of at most half the indices
+is a half line: 16 lanes of one word, index 2 j + b in byte b. Indices beyond the end are code 0.
+
+Three bases of keys. *flat*: all channels in the orthonormal basis of `basis.orthonormal_basis`, one class, mean in that
+basis. *identity*: all channels as the model wrote them, one class, always with channel scales.
+*reduced*: the columns of a (D, C) matrix per head, C <= D, in classes of different precision; the mean stays in the model's
+own basis with all channels, so what is left out lives on in it. Values always have the flat basis.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
-ALIGNMENT = 256
-"""Bytes to which the block of a layer is padded, so that every block starts on a cache line and is one row of a view."""
+from sgl_kernels.codes import CODE_BITS
+
+ALIGNMENT = 64
+"""Bytes on which every piece and every page starts: a cache line, and one line of codes."""
+LANES = 16
+
+
+def contraction_width(kind: str) -> int:
+    """Codes of one dword: how many contraction indices a lane of a line holds."""
+    return 32 // CODE_BITS[kind]
+
+
+def code_bytes(kind: str, lanes: int, contraction: int) -> int:
+    """Bytes of the lines that hold `lanes` x `contraction` codes."""
+    width = contraction_width(kind)
+    half_groups = -(-2 * contraction // width)
+    return ALIGNMENT // 2 * half_groups * -(-lanes // LANES)
 
 
 @dataclass(frozen=True)
@@ -39,74 +69,183 @@ class PageGeometry:
 
 
 @dataclass(frozen=True)
-class PageLayout:
-    """Byte offsets of one format. `code_bits` is 16 or 32 for a plain page."""
+class KeyClass:
+    """Consecutive channels of the key basis that share a kind of code and, per entry, a scale."""
 
-    name: str
-    codes: str
-    """ "plain", "e4m3", "e2m1" or "int4"."""
-    code_bits: int
-    geometry: PageGeometry
-    layer_bytes: int
-    metadata_bytes: int
-    """Bytes of a page that are neither codes nor values: scales, means, padding."""
+    kind: str
+    channels: int
 
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of one page."""
-        return self.layer_bytes * self.geometry.num_layers
 
-    @property
-    def bits_per_value(self) -> float:
-        """Stored bits per K or V value, metadata counted."""
-        return 8 * self.layer_bytes / self.geometry.layer_elements
+@dataclass(frozen=True)
+class HeadLayout:
+    """One piece: the keys and values of one layer and head."""
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether the page holds values as the model wrote them."""
-        return self.codes == "plain"
+    basis: str
+    """ "flat", "identity" or "reduced"."""
+    entries: int
+    head_dim: int
+    key_classes: tuple[KeyClass, ...]
+    value_kind: str
+    merged: bool
+    channel_scales: bool = False
+    """Whether keys have one scale per channel and `k_mean` holds midpoints, instead of a scale per class and entry."""
 
     @property
-    def code_bytes(self) -> int:
-        """Bytes of the codes of one entry."""
-        return self.geometry.head_dim * self.code_bits // 8
+    def key_channels(self) -> int:
+        """C: channels that keys keep."""
+        return sum(c.channels for c in self.key_classes)
 
-    @property
-    def scale_slots(self) -> int:
-        """Key scales kept per head: entries, or channels too where a layer needs one scale per channel."""
-        geometry = self.geometry
-        return max(geometry.page_size, geometry.head_dim) if geometry.identity_layers else geometry.page_size
-
-    @property
+    @cached_property
     def offsets(self) -> dict[str, int]:
-        """Start of each part inside the block of a layer, in bytes."""
-        g = self.geometry
-        sizes = {
-            "k_codes": g.num_kv_heads * g.page_size * self.code_bytes,
-            "v_codes": g.num_kv_heads * g.page_size * self.code_bytes,
-            "k_scales": g.num_kv_heads * self.scale_slots,
-            "v_scales": g.num_kv_heads * g.page_size,
-            "k_means": g.num_kv_heads * g.head_dim,
-            "v_means": g.num_kv_heads * g.head_dim,
-        }
+        """Start of each part in bytes: "k_codes0", "k_codes1", ..., "v_codes", "k_scales", ..., "end"."""
         starts, position = {}, 0
-        for part, size in sizes.items():
+        for part, size in self._sizes():
             starts[part] = position
             position += size
         starts["end"] = position
         return starts
 
+    @property
+    def piece_bytes(self) -> int:
+        """Bytes of the piece, padding included."""
+        return -(-self.offsets["end"] // ALIGNMENT) * ALIGNMENT
+
+    @property
+    def value_bits(self) -> int:
+        """Bits that code channels and values themselves; the rest of the piece is metadata."""
+        keys = sum(CODE_BITS[c.kind] * c.channels for c in self.key_classes)
+        return self.entries * (keys + CODE_BITS[self.value_kind] * self.head_dim)
+
+    def _sizes(self) -> Iterator[tuple[str, int]]:
+        for index, key_class in enumerate(self.key_classes):
+            yield f"k_codes{index}", code_bytes(key_class.kind, self.entries, key_class.channels)
+        yield "v_codes", code_bytes(self.value_kind, self.head_dim, self.entries)
+        yield "k_scales", self.head_dim if self.channel_scales else len(self.key_classes) * self.entries
+        yield "v_scales", self.entries
+        yield "k_mean", self.head_dim
+        yield "v_mean", 0 if self.merged else self.head_dim
+        yield "bias", self.entries if self.merged else 0
+
+
+@dataclass(frozen=True)
+class PageLayout:
+    """Byte offsets of one format."""
+
+    name: str
+    geometry: PageGeometry
+    heads: tuple[HeadLayout, ...]
+    """L x G pieces, layer-major; empty for a plain page."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the page holds values as the model wrote them."""
+        return not self.heads
+
+    @property
+    def entries(self) -> int:
+        """E: entries of a page, the same in every piece."""
+        return self.geometry.page_size if self.is_plain else self.heads[0].entries
+
+    @property
+    def is_merged(self) -> bool:
+        """Whether entries are groups of tokens, with a bias each."""
+        return not self.is_plain and self.heads[0].merged
+
+    @cached_property
+    def piece_offsets(self) -> tuple[int, ...]:
+        """Start of each piece in the page, L x G + 1 of them."""
+        starts = [0]
+        for head in self.heads:
+            starts.append(starts[-1] + head.piece_bytes)
+        return tuple(starts)
+
+    @cached_property
+    def page_bytes(self) -> int:
+        """Bytes of one page."""
+        if self.is_plain:
+            return self.geometry.layer_elements * self.geometry.dtype.itemsize * self.geometry.num_layers
+        return self.piece_offsets[-1]
+
+    @property
+    def metadata_bytes(self) -> int:
+        """Bytes of a page that are neither codes nor values: scales, means, biases, padding."""
+        return 0 if self.is_plain else self.page_bytes - sum(head.value_bits for head in self.heads) // 8
+
+    def layer_range(self, layer: int) -> tuple[int, int]:
+        """First byte of a layer in the page, and the number of its bytes."""
+        if self.is_plain:
+            size = self.geometry.layer_elements * self.geometry.dtype.itemsize
+            return layer * size, size
+        g = self.geometry.num_kv_heads
+        start, end = self.piece_offsets[layer * g], self.piece_offsets[(layer + 1) * g]
+        return start, end - start
+
+    def layer_heads(self, layer: int) -> tuple[HeadLayout, ...]:
+        """The pieces of a layer."""
+        g = self.geometry.num_kv_heads
+        return self.heads[layer * g : (layer + 1) * g]
+
+    def layer_basis(self, layer: int) -> str:
+        """Basis of the keys of a layer, the same for its heads; a plain page has "identity"."""
+        return "identity" if self.is_plain else self.layer_heads(layer)[0].basis
+
+    @cached_property
+    def head_groups(self) -> tuple[tuple[HeadLayout, tuple[int, ...]], ...]:
+        """Pieces with the same layout: (layout, their indices)."""
+        groups: dict[HeadLayout, list[int]] = {}
+        for index, head in enumerate(self.heads):
+            groups.setdefault(head, []).append(index)
+        return tuple((head, tuple(indices)) for head, indices in groups.items())
+
 
 def plain_layout(name: str, geometry: PageGeometry) -> PageLayout:
     """Layout of a page in the model dtype."""
-    itemsize = geometry.dtype.itemsize
-    return PageLayout(name, "plain", 8 * itemsize, geometry, geometry.layer_elements * itemsize, 0)
+    return PageLayout(name, geometry, ())
 
 
-def coded_layout(name: str, codes: str, geometry: PageGeometry) -> PageLayout:
-    """Layout of a quantised page; `codes` is "e4m3", "e2m1" or "int4"."""
-    code_bits = 8 if codes == "e4m3" else 4
-    draft = PageLayout(name, codes, code_bits, geometry, 0, 0)
-    layer_bytes = -(-draft.offsets["end"] // ALIGNMENT) * ALIGNMENT
-    metadata = layer_bytes - geometry.layer_elements * code_bits // 8
-    return PageLayout(name, codes, code_bits, geometry, layer_bytes, metadata * geometry.num_layers)
+def coded_layout(name: str, key_kind: str, value_kind: str, geometry: PageGeometry) -> PageLayout:
+    """Layout of a page with all channels at one precision: flat basis, or identity where the geometry says so.
+
+    Args:
+        key_kind, value_kind: "e4m3", "e2m1" or "int4". Identity layers have asymmetric 4-bit keys instead of the symmetric.
+    """
+    flat = HeadLayout("flat", geometry.page_size, geometry.head_dim, _all(key_kind, geometry), value_kind, merged=False)
+    identity = identity_head(key_kind, value_kind, geometry)
+    return PageLayout(name, geometry, _by_layer(geometry, flat, identity))
+
+
+def reduced_layout(
+    name: str, classes: tuple[tuple[KeyClass, ...], ...], value_kind: str, merge: int, geometry: PageGeometry
+) -> PageLayout:
+    """Layout of a page with reduced key channels and `merge` tokens to an entry.
+
+    Args:
+        classes: for each of the L x G heads its key classes; an empty one keeps all channels in the identity basis.
+    """
+    entries = geometry.page_size // merge
+    heads = tuple(
+        HeadLayout("reduced", entries, geometry.head_dim, of_head, value_kind, merged=merge > 1)
+        if of_head
+        else identity_head("int4", value_kind, geometry, merge)
+        for of_head in classes
+    )
+    return PageLayout(name, geometry, heads)
+
+
+def identity_head(key_kind: str, value_kind: str, geometry: PageGeometry, merge: int = 1) -> HeadLayout:
+    """Piece of a layer whose key bias survives: every channel kept, with its own scale."""
+    kind = key_kind if key_kind == "e4m3" else "int4_asymmetric"
+    entries = geometry.page_size // merge
+    classes = _all(kind, geometry)
+    return HeadLayout("identity", entries, geometry.head_dim, classes, value_kind, merged=merge > 1, channel_scales=True)
+
+
+def _all(kind: str, geometry: PageGeometry) -> tuple[KeyClass, ...]:
+    return (KeyClass(kind, geometry.head_dim),)
+
+
+def _by_layer(geometry: PageGeometry, flat: HeadLayout, identity: HeadLayout) -> tuple[HeadLayout, ...]:
+    marked = set(geometry.identity_layers)
+    return tuple(
+        identity if layer in marked else flat for layer in range(geometry.num_layers) for _ in range(geometry.num_kv_heads)
+    )

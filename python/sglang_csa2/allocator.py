@@ -16,7 +16,7 @@ from sglang.srt.utils import get_num_new_pages
 from torch import Tensor
 
 from csa2.errors import IntegrityError
-from csa2.formats import PLAIN, SMALL
+from csa2.formats import PLAIN
 from csa2.store import PageStore
 from sglang_csa2.budget import WRITTEN_PAGES, ByteBudget, request_overhead_pages
 from sglang_csa2.pool import pages_of
@@ -117,10 +117,11 @@ class Csa2Allocator(PagedTokenToKVPoolAllocator):
         """Tokens of the longest request that an empty arena serves: its prompt, rounded up to pages, and its answer."""
         plan, page_size = self.store.arena.plan, self.store.page_size
         overhead = (1 + request_overhead_pages(self.store)) * page_size
-        room = min(plan.small_room(WRITTEN_PAGES) * page_size, token_capacity) - overhead - 1
+        guarded = self.store.protected_pages
+        room = min(plan.small_room(WRITTEN_PAGES, guarded) * page_size, token_capacity) - overhead - 1
         if chunk_size is None or chunk_size <= 0:
             # In one pass, again after a retraction. A sealed page found in the tree then takes a slab from the plain ones.
-            room = min(room, plan.plain_room(1) * page_size)
+            room = min(room, plan.plain_room(1, guarded) * page_size)
         return max(0, room)
 
     def check_decode_capacity(
@@ -168,6 +169,7 @@ class Csa2Allocator(PagedTokenToKVPoolAllocator):
         arena = self.store.arena
         counts = list(arena.counts)
         counts[PLAIN] += num_pages
-        counts[SMALL] = 0
+        end = arena.plan.end
+        counts[end] = 0
         free_slabs = arena.plan.num_slabs - arena.plan.slabs_needed(counts)
-        return max(1, arena.counts[SMALL] - free_slabs * arena.plan.pages_per_slab[SMALL])
+        return max(1, arena.counts[end] - free_slabs * arena.plan.pages_per_slab[end])

@@ -16,11 +16,13 @@ from csa2.options import (
     IMPLS,
     RATIOS,
     SHARED_FORMATS,
+    TAIL_FORMATS,
     CacheOptions,
     CodeFormat,
     Impl,
     Ratio,
     SharedFormat,
+    TailFormat,
 )
 
 SCHEME = "csa2"
@@ -53,8 +55,8 @@ class Csa2ServerArgs(ServerArgs, kw_only=True, dict=True):  # type: ignore[call-
     csa2_ratio: Annotated[
         str,
         Arg(
-            help="How much smaller than 4-bit pages old pages become, by leaving out channels and merging tokens. 1: not "
-            "at all; auto: as memory asks.",
+            help="How much smaller than 4-bit pages old pages become. 1: not at all. 2: by leaving out key channels and by "
+            "two-bit values. 4 and 8: by merging tokens too, which costs exact recall of long texts. auto: as memory asks.",
             choices=list(RATIOS),
         ),
     ] = _DEFAULTS.ratio
@@ -76,17 +78,32 @@ class Csa2ServerArgs(ServerArgs, kw_only=True, dict=True):  # type: ignore[call-
         str,
         Arg(
             help="Number format of pages that other requests found in the prefix cache before they were compressed, while "
-            "memory is not short.",
+            "memory is not short; 'tail' treats them like private ones.",
             choices=list(SHARED_FORMATS),
         ),
     ] = _DEFAULTS.shared_format
+    csa2_tail_format: Annotated[
+        str,
+        Arg(
+            help="Number format of private pages that left the hot window, while memory is not short, where 4 bits are too "
+            "few: 'ratio' leaves it to --csa2-ratio. Under pressure they still become 4-bit pages.",
+            choices=list(TAIL_FORMATS),
+        ),
+    ] = _DEFAULTS.tail_format
     csa2_kv_format: Annotated[
         str,
         Arg(
-            help="Number format of the smallest pages: 4-bit floating point or 4-bit integers.",
+            help="Codes of 4-bit pages: floating point (E2M1) or integers.",
             choices=list(CODE_FORMATS),
         ),
     ] = _DEFAULTS.kv_format
+    csa2_protect_tokens: Annotated[
+        int,
+        Arg(
+            help="Tokens at the beginning of each sequence, rounded up to pages, that are never merged and stay as the "
+            "model wrote them while memory is not short."
+        ),
+    ] = _DEFAULTS.protect_tokens
     csa2_impl: Annotated[
         str,
         Arg(
@@ -125,7 +142,9 @@ def options_from(server_args: Any) -> CacheOptions:
         hot_tokens=_whole_number(server_args, "csa2_hot_tokens"),
         warm_tokens=_whole_number(server_args, "csa2_warm_tokens"),
         shared_format=cast(SharedFormat, server_args.csa2_shared_format),
+        tail_format=cast(TailFormat, server_args.csa2_tail_format),
         kv_format=cast(CodeFormat, server_args.csa2_kv_format),
+        protect_tokens=_whole_number(server_args, "csa2_protect_tokens"),
         impl=cast(Impl, server_args.csa2_impl),
     )
 

@@ -64,7 +64,7 @@ class Csa2AttentionBackend(AttentionBackend):
         pages = self._page_table(forward_batch.req_pool_indices, int(forward_batch.seq_lens_cpu.max()))
         depth = torch.arange(pages.shape[1]) * store.page_size
         store.touch(pages[depth[None, :] < lengths[:, None]])
-        store.facts.first[pages[:, 0]] = True
+        store.facts.first[pages[:, : store.protected_pages]] = True
         if forward_batch.forward_mode.is_decode():
             tokens = torch.arange(lengths.numel())
             self._step = StepPlan(self._plan(pages, lengths), tokens, ())
@@ -100,16 +100,16 @@ class Csa2AttentionBackend(AttentionBackend):
             self.pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
         query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         out = torch.zeros_like(query)
-        arena, basis = self.store.arena.buffer, self.store.basis
+        arena, bases = self.store.arena.buffer, self.store.codec.bases
         index = layer.layer_id - self.pool.start_layer
         if step.decode is not None:
-            one = reference.decode(query[step.decode_tokens], arena, step.decode, index, layer.scaling, basis)
+            one = reference.decode(query[step.decode_tokens], arena, step.decode, index, layer.scaling, bases)
             out[step.decode_tokens] = one.to(out.dtype)
         for row in step.extend:
             part = slice(row.start, row.end)
             keys = k[part].view(-1, layer.tp_k_head_num, layer.qk_head_dim)
             values = v[part].view(-1, layer.tp_v_head_num, layer.v_head_dim)
-            out[part] = reference.extend(query[part], keys, values, arena, row.prefix, index, layer.scaling, basis)
+            out[part] = reference.extend(query[part], keys, values, arena, row.prefix, index, layer.scaling, bases)
         return out.view(q.shape[0], -1)
 
     def _page_table(self, rows: Tensor, max_length: int) -> Tensor:

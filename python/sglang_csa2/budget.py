@@ -16,7 +16,7 @@ from typing import Any
 from sglang.srt.managers.schedule_policy import PrefillAdder
 from sglang.srt.mem_cache.prefill_budget import PrefillBudget
 
-from csa2.formats import PLAIN, SMALL
+from csa2.formats import PLAIN
 from csa2.store import PageStore
 
 WRITTEN_PAGES = 2
@@ -25,9 +25,12 @@ of a prompt. Without them a prompt could take the last slab, stop, and leave not
 
 
 def request_overhead_pages(store: PageStore) -> int:
-    """Smallest-format pages that the open page of a request costs beyond the one that SGLang charges anyway."""
-    per_slab = store.arena.plan.pages_per_slab
-    return -(-per_slab[SMALL] // per_slab[PLAIN]) - 1
+    """Smallest-format pages that the open page and the protected pages of a request cost beyond those that SGLang charges
+    anyway."""
+    plan = store.arena.plan
+    per_slab, small = plan.pages_per_slab, plan.pages_per_slab[plan.end]
+    open_page = -(-small // per_slab[PLAIN]) - 1
+    return open_page + store.protected_pages * (-(-small // per_slab[plan.guard]) - 1)
 
 
 class ByteBudget(PrefillBudget):
@@ -46,18 +49,16 @@ class ByteBudget(PrefillBudget):
     @property
     def remaining_total(self) -> int:
         """Tokens that fit beside everything that stays, at the price of the smallest format."""
-        open_pages = self.store.open_pages
-        sealed = self._staying_pages() - open_pages
-        room = self.store.arena.plan.small_room(open_pages + WRITTEN_PAGES) - sealed
+        open_pages, guarded, sealed = self._kept_pages()
+        room = self.store.arena.plan.small_room(open_pages + WRITTEN_PAGES, guarded) - sealed
         # Virtual slots can run out first where the user capped them.
         return int(min(room * self.page_size, self._available_and_evictable()) - self.total_offset)
 
     @property
     def remaining_current(self) -> int:
         """Tokens that can be written in this pass, at the price of plain pages."""
-        open_pages = self.store.open_pages
-        sealed = self._staying_pages() - open_pages
-        room = self.store.arena.plan.plain_room(sealed) - open_pages
+        open_pages, guarded, sealed = self._kept_pages()
+        room = self.store.arena.plan.plain_room(sealed, guarded) - open_pages
         return int(min(room * self.page_size, self._available_and_evictable()) - self.current_offset)
 
     def check_prefill(
@@ -123,10 +124,14 @@ class ByteBudget(PrefillBudget):
         self.total_offset = max(self.total_offset, before + self._promised_tokens)
         self._promised_tokens = 0
 
-    def _staying_pages(self) -> int:
-        """Mapped pages that eviction cannot free."""
+    def _kept_pages(self) -> tuple[int, int, int]:
+        """Mapped pages that eviction cannot free: being written, guarded (at most), and all others."""
         evictable: int = self.tree_cache.evictable_size() // self.page_size
-        return self.store.mapped_pages - evictable
+        staying = self.store.mapped_pages - evictable
+        open_pages = self.store.open_pages
+        # Some of the guarded ones may be evictable. Never more than stay, so that an idle server counts none.
+        guarded = min(self.store.guarded_pages, staying)
+        return open_pages, guarded, staying - open_pages
 
     def _chunk(self, wanted: int, chunk_limit: int | None) -> int | None:
         """Tokens of whole pages for this pass, at most `chunk_limit`; None if there is no room for a page."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from csa2.capacity import ArenaPlan, plan_arena
+from csa2.codec.codec import PageCodec, make_codec
 from csa2.errors import IntegrityError, OptionError
 from csa2.formats import FormatLadder, make_ladder
 from csa2.units import format_bytes
@@ -24,6 +25,7 @@ class PoolPlan:
 
     ladder: FormatLadder
     arena: ArenaPlan
+    codec: PageCodec
 
 
 _planned: PoolPlan | None = None
@@ -48,15 +50,17 @@ def around_config_from_budget(
 
     if not enabled_here():
         return orig(self, budget_bytes, cap_tokens=cap_tokens)
-    from sglang_csa2.model import identity_layers
+    from sglang_csa2.model import identity_layers, rotation_of
 
     options = options_here()
     layers = self.layer_info
     geometry = _geometry(self, identity_layers(self.model, layers.start_layer, layers.num_effective_layers))
-    ladder = make_ladder(geometry, options.kv_format)
-    plan = plan_arena(_arena_bytes(options.arena_bytes, budget_bytes), ladder.page_bytes)
+    codec, classes = make_codec(geometry, rotation_of(self.model, geometry.head_dim))
+    shared = None if options.shared_format == "tail" else options.shared_format
+    ladder = make_ladder(geometry, options.kv_format, options.old_page_format, shared, classes)
+    plan = plan_arena(_arena_bytes(options.arena_bytes, budget_bytes), ladder.page_bytes, ladder.guard)
     global _planned
-    _planned = PoolPlan(ladder, plan)
+    _planned = PoolPlan(ladder, plan, codec)
     tokens = plan.max_pages * geometry.page_size
     if cap_tokens is not None:
         tokens = min(tokens, cap_tokens)

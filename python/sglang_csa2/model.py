@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from csa2.codec.channels import Rotation, make_rotation
 from csa2.errors import UnsupportedModelError
 from csa2.key_bias import SURVIVING_BIAS_THRESHOLD, surviving_bias_ratio, surviving_share
 from csa2.options import PAGE_SIZE
@@ -78,6 +79,17 @@ def identity_layers(model: nn.Module, start_layer: int, num_layers: int) -> tupl
                 float(ratio.max()),
             )
     return tuple(sorted(layer for layer in flagged if 0 <= layer < num_layers))
+
+
+def rotation_of(model: nn.Module, head_dim: int) -> Rotation:
+    """Which channels of keys rotate together. Where layers differ, the first one that rotates decides."""
+    from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+
+    for _, parent, _ in attention_layers(model):
+        for module in parent.children():
+            if isinstance(module, RotaryEmbedding):
+                return make_rotation(min(module.rotary_dim, head_dim), neox=module.is_neox_style)
+    return Rotation(())
 
 
 def _bias_ratio(block: nn.Module | None, parent: nn.Module, layer: Any) -> Tensor | None:

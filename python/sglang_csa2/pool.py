@@ -39,8 +39,8 @@ class Csa2KVPool(MHATokenToKVPool):
             raise IntegrityError(f"csa2: SGLang builds a pool of {built} where {planned} was planned")
         self.k_buffer: list[Tensor] = []
         self.v_buffer: list[Tensor] = []
-        self.store = PageStore(plan.ladder, plan.arena, self.size // self.page_size + 1, self.device)
-        self.store.shared_format = plan.ladder.index(options_here().shared_format)
+        self.store = PageStore(plan.ladder, plan.arena, self.size // self.page_size + 1, plan.codec, self.device)
+        self.store.protected_pages = -(-options_here().protect_tokens // self.page_size)
         self._written: Tensor | None = None
         self._rows: Tensor | None = None
 

@@ -6,6 +6,7 @@ AROUND hook of `process_batch_result`.
 
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +27,16 @@ COLD_FORWARD_PASSES = 256
 """Age at which a plain page that nobody uses is sealed without pressure."""
 COLD_SCAN_INTERVAL = 64
 """Forward passes between two looks for cold pages."""
+
+
+@dataclass(frozen=True)
+class LeavingPages:
+    """Pages that are behind a window after a batch."""
+
+    hot_window: Tensor
+    """(n,) int64 pages behind the hot window."""
+    warm_window: Tensor
+    """(m,) int64 pages behind the warm window too."""
 
 
 class CacheSteward:
@@ -70,33 +81,35 @@ class CacheSteward:
                 slots = self.req_to_token[req.kv.req_pool_idx, : prefix : self.store.page_size]
                 self.store.facts.hits[slots.long() // self.store.page_size] += 1
 
-    def leaving_pages(self, batch: Any) -> Tensor:
-        """Pages behind the hot window of the requests in `batch`, asked before its result is processed.
+    def leaving_pages(self, batch: Any) -> LeavingPages:
+        """Pages behind the windows of the requests in `batch`, asked before its result is processed.
 
         Before, because a request that finishes in this batch gives up its row of the request table; its pages stay in the
         tree.
         """
-        rows, limits = [], []
-        for req in batch.reqs:
-            if req.kv is None or req.kv.req_pool_idx is None:
-                continue
-            pages = (req.kv.kv_committed_len - self.options.hot_tokens) // self.store.page_size
-            if pages > 0:
-                rows.append(req.kv.req_pool_idx)
-                limits.append(pages)
-        if not rows:
-            return torch.empty(0, dtype=torch.int64)
-        limit = torch.tensor(limits)
+        held = [req for req in batch.reqs if req.kv is not None and req.kv.req_pool_idx is not None]
+        rows = torch.tensor([req.kv.req_pool_idx for req in held], dtype=torch.int64)
+        lengths = torch.tensor([req.kv.kv_committed_len for req in held], dtype=torch.int64)
+        is_decode = batch.forward_mode.is_decode()
+        return LeavingPages(
+            self._pages_behind(rows, lengths - self.options.hot_tokens, is_decode),
+            self._pages_behind(rows, lengths - self.options.warm_tokens, is_decode),
+        )
+
+    def _pages_behind(self, rows: Tensor, lengths: Tensor, is_decode: bool) -> Tensor:
+        """Whole pages below `lengths` (B,) tokens of the requests in `rows` (B,) of the request table."""
+        limit = torch.div(lengths, self.store.page_size, rounding_mode="floor").clamp_(min=0)
+        deepest = int(limit.max()) if limit.numel() else 0
         # In decode one page can have left the window since the last step; two columns cover a step seen late.
-        columns = limit[:, None] - 1 - torch.arange(2 if batch.forward_mode.is_decode() else max(limits))[None, :]
+        columns = limit[:, None] - 1 - torch.arange(min(deepest, 2) if is_decode else deepest)[None, :]
         owner, column = torch.nonzero(columns >= 0, as_tuple=True)
-        slots = self.req_to_token[torch.tensor(rows)[owner], columns[owner, column] * self.store.page_size]
+        slots = self.req_to_token[rows[owner], columns[owner, column] * self.store.page_size]
         return slots.long() // self.store.page_size
 
-    def seal(self, pages: Tensor) -> None:
-        """Seal those of `pages` that are still mapped and full, and now and then what has got cold."""
-        if pages.numel():
-            self.store.seal(pages)
+    def seal(self, leaving: LeavingPages) -> None:
+        """Seal those of `leaving` that are still mapped and full, and now and then what has got cold."""
+        if leaving.hot_window.numel():
+            self.store.seal(leaving.hot_window, leaving.warm_window)
         if self.store.clock >= self._next_scan:
             self._next_scan = self.store.clock + COLD_SCAN_INTERVAL
             self.store.seal(self.store.cold_pages(COLD_FORWARD_PASSES))

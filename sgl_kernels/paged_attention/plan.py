@@ -19,7 +19,11 @@ class FormatPages:
     offsets: Tensor
     """(N,) int64: byte offset of each page in the arena."""
     lengths: Tensor
-    """(N,) int64: valid entries of each page, 1..S."""
+    """(N,) int64: valid tokens of each page, 1..S; fewer than S only in a plain page."""
+
+    def between(self, start: int, end: int) -> "FormatPages":
+        """Pages start..end - 1 of these."""
+        return FormatPages(self.layout, self.owner[start:end], self.offsets[start:end], self.lengths[start:end])
 
 
 @dataclass(frozen=True)

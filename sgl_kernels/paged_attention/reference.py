@@ -9,22 +9,24 @@ import math
 import torch
 from torch import Tensor
 
-from sgl_kernels.page_codec.reference import open_dense, open_layer
+from sgl_kernels.page_codec.reference import CodecBases, open_layer
 from sgl_kernels.page_layout import ALIGNMENT, PageLayout
 from sgl_kernels.paged_attention.plan import FormatPages, PagePlan
 
 WORKSPACE_VALUES = 1 << 23
 """fp32 values opened at a time (32 MiB) in decode: bounds its memory whatever the batch and the context."""
+_FP16_MAX = torch.finfo(torch.float16).max
 
 
 def gather_blocks(arena: Tensor, offsets: Tensor, layout: PageLayout, layer: int) -> Tensor:
-    """(N, layer_bytes) uint8: the block of `layer` in the pages at byte `offsets` (N,)."""
-    # Not a larger power of two, even where `layer_bytes` is a multiple of one: slabs, and so pages, need not start on it.
-    step = math.gcd(layout.layer_bytes, ALIGNMENT)
-    rows = (arena.numel() - layout.layer_bytes) // step + 1
+    """(N, bytes of the layer) uint8: the block of `layer` in the pages at byte `offsets` (N,)."""
+    start, size = layout.layer_range(layer)
+    # Not a larger power of two, even where `size` is a multiple of one: slabs, and so pages, need not start on it.
+    step = math.gcd(size, ALIGNMENT) if layout.is_plain else ALIGNMENT
+    rows = (arena.numel() - size) // step + 1
     # Overlapping rows: row i is the block that starts at byte i * step, so one gather copies whole blocks.
-    view = arena.as_strided((rows, layout.layer_bytes), (step, 1))
-    return view.index_select(0, (offsets + layer * layout.layer_bytes) // step)
+    view = arena.as_strided((rows, size), (step, 1))
+    return view.index_select(0, (offsets + start) // step)
 
 
 def open_plain(arena: Tensor, offsets: Tensor, layout: PageLayout, layer: int) -> tuple[Tensor, Tensor]:
@@ -57,7 +59,7 @@ def plain_rows(page_offsets: Tensor, slots: Tensor, layout: PageLayout) -> Tenso
     return page_offsets // (g.head_dim * g.dtype.itemsize) + slots
 
 
-def decode(query: Tensor, arena: Tensor, plan: PagePlan, layer: int, scale: float, basis: Tensor) -> Tensor:
+def decode(query: Tensor, arena: Tensor, plan: PagePlan, layer: int, scale: float, bases: CodecBases) -> Tensor:
     """Attention of one new token per request over its pages.
 
     Args:
@@ -65,27 +67,20 @@ def decode(query: Tensor, arena: Tensor, plan: PagePlan, layer: int, scale: floa
         arena: (bytes,) uint8.
         plan: pages of the batch; each request needs at least one.
         scale: softmax scale.
-        basis: (D, D) fp32.
+        bases: matrices of the codec.
 
     Returns:
         (B, H, D) fp32.
     """
     batch, heads, dim = query.shape
     q = query.to(torch.float32)
-    flat_q = q @ basis
     partials = []
     for part in plan.parts:
         geometry = part.layout.geometry
-        per_page = geometry.num_kv_heads * geometry.page_size * dim * 2
-        block = max(1, WORKSPACE_VALUES // per_page)
+        block = max(1, WORKSPACE_VALUES // (geometry.num_kv_heads * geometry.page_size * dim * 2))
         for start in range(0, part.owner.numel(), block):
-            piece = FormatPages(
-                part.layout,
-                part.owner[start : start + block],
-                part.offsets[start : start + block],
-                part.lengths[start : start + block],
-            )
-            partials.append(_page_partials(q, flat_q, arena, piece, layer, scale))
+            piece = part.between(start, start + block)
+            partials.append(_page_partials(q, arena, piece, layer, scale, bases))
     owner = torch.cat([p[0] for p in partials])
     top = torch.cat([p[1] for p in partials])
     best = torch.full((batch, heads), -math.inf, device=query.device)
@@ -100,40 +95,33 @@ def decode(query: Tensor, arena: Tensor, plan: PagePlan, layer: int, scale: floa
         end = start + pages.numel()
         (flat if in_basis else plain).index_add_(0, pages, weighted * weight[start:end, :, None])
         start = end
-    return (plain + flat @ basis) / mass[..., None]
+    return (plain + flat @ bases.flat) / mass[..., None]
 
 
 def _page_partials(
-    q: Tensor, flat_q: Tensor, arena: Tensor, part: FormatPages, layer: int, scale: float
+    q: Tensor, arena: Tensor, part: FormatPages, layer: int, scale: float, bases: CodecBases
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, bool]:
     """Per page: owner (N,), largest logit (N, H), sum of exp (N, H), weighted values (N, H, D), values in the basis?"""
     layout = part.layout
-    g, s, d = layout.geometry.num_kv_heads, layout.geometry.page_size, layout.geometry.head_dim
+    g, d = layout.geometry.num_kv_heads, layout.geometry.head_dim
     n, heads = part.owner.numel(), q.shape[1]
-    grouped = (n, g, heads // g, d)
+    page_q = (q @ bases.flat if layout.layer_basis(layer) == "flat" else q)[part.owner].view(n, g, heads // g, d)
+    bias = None
     if layout.is_plain:
-        keys, values = open_plain(arena, part.offsets, layout, layer)
-        logits = q[part.owner].view(grouped) @ keys.float().transpose(-1, -2)
+        keys, values = (x.float() for x in open_plain(arena, part.offsets, layout, layer))
     else:
-        opened = open_layer(gather_blocks(arena, part.offsets, layout, layer), layout, layer)
-        identity = layer in layout.geometry.identity_layers
-        page_q = (q if identity else flat_q)[part.owner].view(grouped)
-        if identity:
-            logits = (page_q * opened.k_scales) @ opened.k_codes.transpose(-1, -2)
-        else:
-            logits = (page_q @ opened.k_codes.transpose(-1, -2)) * opened.k_scales.transpose(-1, -2)
-        logits = logits + page_q @ opened.k_means.transpose(-1, -2)
-    logits = logits * scale
-    beyond = torch.arange(s, device=q.device)[None, :] >= part.lengths[:, None]
-    logits = logits.masked_fill(beyond[:, None, None, :], -math.inf)
+        opened = open_layer(gather_blocks(arena, part.offsets, layout, layer), layout, layer, bases)
+        keys, values, bias = opened.keys, opened.values, opened.bias
+    logits = (page_q @ keys.transpose(-1, -2)) * scale
+    if bias is not None:
+        logits = logits + bias.unsqueeze(-2)
+    if layout.is_plain:
+        beyond = torch.arange(layout.geometry.page_size, device=q.device)[None, :] >= part.lengths[:, None]
+        logits = logits.masked_fill(beyond[:, None, None, :], -math.inf)
     top = logits.amax(-1)
     p = torch.exp(logits - top[..., None])
-    mass = p.sum(-1)
-    if layout.is_plain:
-        weighted = p @ values.float()
-    else:
-        weighted = (p * opened.v_scales.transpose(-1, -2)) @ opened.v_codes + mass[..., None] * opened.v_means
-    return part.owner, top.view(n, heads), mass.view(n, heads), weighted.reshape(n, heads, d), not layout.is_plain
+    weighted = (p @ values).reshape(n, heads, d)
+    return part.owner, top.view(n, heads), p.sum(-1).view(n, heads), weighted, not layout.is_plain
 
 
 def extend(
@@ -144,7 +132,7 @@ def extend(
     prefix: PagePlan,
     layer: int,
     scale: float,
-    basis: Tensor,
+    bases: CodecBases,
 ) -> Tensor:
     """Attention of T new tokens of one request over its pages and, causally, over themselves.
 
@@ -166,10 +154,10 @@ def extend(
     # No mask towards the prefix: the query group can lie on the query axis, and each key is read once per group.
     grouped = q.reshape(1, groups, repeat * tokens, dim)
     for part in prefix.parts:
-        part_k, part_v, basis_q = _open_prefix(grouped, arena, part, layer, basis)
-        out, lse = _flash(basis_q, part_k[None], part_v[None], scale, causal=False)
+        part_k, part_v, bias, part_q = _open_prefix(grouped, arena, part, layer, bases)
+        out, lse = _flash(part_q, part_k[None], part_v[None], scale, causal=False, bias=bias)
         if not part.layout.is_plain:
-            out = (out.float() @ basis).to(query.dtype)
+            out = (out.float() @ bases.flat).to(query.dtype)
         outputs.append((out.reshape(1, heads, tokens, dim), lse.reshape(1, heads, tokens)))
     return merge(outputs)[0].transpose(0, 1)
 
@@ -185,28 +173,44 @@ def merge(partials: list[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def _open_prefix(
-    grouped_q: Tensor, arena: Tensor, part: FormatPages, layer: int, basis: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys and values (G, entries, D) of the pages of one request in one format, and the query in their basis."""
+    grouped_q: Tensor, arena: Tensor, part: FormatPages, layer: int, bases: CodecBases
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """Keys and values (G, entries, D) and bias (G, entries) of the pages of one request in one format, and the query in
+    their basis."""
     dtype, groups, dim = grouped_q.dtype, grouped_q.shape[1], grouped_q.shape[-1]
-    # Only the last page of a request may be partial, and only while it is plain.
-    entries = int(part.lengths.sum())
-    if part.layout.is_plain:
-        keys, values = open_plain(arena, part.offsets, part.layout, layer)
+    layout = part.layout
+    if layout.is_plain:
+        # Only the last page of a request may be partial, and only while it is plain.
+        entries = int(part.lengths.sum())
+        keys, values = open_plain(arena, part.offsets, layout, layer)
         keys = keys.transpose(0, 1).reshape(groups, -1, dim)[:, :entries].to(dtype)
         values = values.transpose(0, 1).reshape(groups, -1, dim)[:, :entries].to(dtype)
-        return keys, values, grouped_q
-    keys, values = open_dense(gather_blocks(arena, part.offsets, part.layout, layer), part.layout, layer, dtype)
-    identity = layer in part.layout.geometry.identity_layers
-    return keys, values, grouped_q if identity else (grouped_q.float() @ basis).to(dtype)
+        return keys, values, None, grouped_q
+    opened = open_layer(gather_blocks(arena, part.offsets, layout, layer), layout, layer, bases)
+    keys, values = (_narrow(x, dtype).transpose(0, 1).reshape(groups, -1, dim) for x in (opened.keys, opened.values))
+    bias = None if opened.bias is None else opened.bias.transpose(0, 1).reshape(groups, -1)
+    flat = layout.layer_basis(layer) == "flat"
+    return keys, values, bias, (grouped_q.float() @ bases.flat).to(dtype) if flat else grouped_q
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool) -> tuple[Tensor, Tensor]:
-    """(1, H, T, D) output and (1, H, T) natural log-sum-exp."""
+def _narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x` in `dtype`. A saturated entry can exceed float16 in the flat basis, and infinity would become NaN later."""
+    return x.clamp(-_FP16_MAX, _FP16_MAX).to(dtype) if dtype == torch.float16 else x.to(dtype)
+
+
+def _flash(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(1, H, T, D) output and (1, H, T) natural log-sum-exp; `bias` (H, keys) is added to the logits."""
     if q.device.type == "cpu":
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+        mask = None if bias is None else bias[None, :, None, :].expand(1, -1, q.shape[2], -1)
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal, attn_mask=mask, scale=scale
+        )
         return out, lse
     logits = (q.float() @ k.float().transpose(-1, -2)) * scale
+    if bias is not None:
+        logits = logits + bias[None, :, None, :]
     if causal:
         future = torch.ones(logits.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         logits = logits.masked_fill(future, -math.inf)

@@ -1,0 +1,78 @@
+"""Key channels that the reduced formats keep.
+
+A choice of rotary pairs does not depend on positions, so it can be made once per model. Slow pairs carry most of what
+queries look for; without calibration they come first. Channels that do not rotate are slower than any pair.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from csa2.formats import HeadClasses
+from sgl_kernels.basis import orthonormal_basis
+from sgl_kernels.page_layout import KeyClass, PageGeometry
+
+BLOCK = 8
+"""Channels that one Hadamard block mixes."""
+FINE, COARSE = "int4", "lloyd2"
+"""Codes of the most important channels and of the next ones."""
+SHARE = 12 / 32
+"""Part of the channels in each of the two classes: 12 + 12 of 32 rotary pairs; the other 8 live on in the page mean."""
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Which channels of a head rotate together."""
+
+    pairs: tuple[tuple[int, int], ...]
+    """Rotary pairs from the fastest to the slowest."""
+
+    @property
+    def is_none(self) -> bool:
+        """Whether no channel rotates: positions are not in the keys, and no prior says which channels matter."""
+        return not self.pairs
+
+    def prior_order(self, head_dim: int) -> list[int]:
+        """All channels, the slowest first."""
+        rotating = {channel for pair in self.pairs for channel in pair}
+        order = [channel for channel in range(head_dim) if channel not in rotating]
+        return order + [channel for pair in reversed(self.pairs) for channel in pair]
+
+
+def make_rotation(rotary_dim: int, *, neox: bool) -> Rotation:
+    """Rotation of the first `rotary_dim` channels: pair j is (j, j + rotary_dim / 2) if `neox`, else (2 j, 2 j + 1)."""
+    half = rotary_dim // 2
+    return Rotation(tuple((j, j + half) if neox else (2 * j, 2 * j + 1) for j in range(half)))
+
+
+def default_classes(geometry: PageGeometry, rotation: Rotation) -> HeadClasses:
+    """Key classes of every head when nothing is known of the model but its rotation."""
+    if rotation.is_none:
+        # Any channel may matter: all of them at two bits, which takes no more bytes.
+        classes: tuple[KeyClass, ...] = (KeyClass(COARSE, geometry.head_dim),)
+    else:
+        channels = max(BLOCK, round(geometry.head_dim * SHARE / BLOCK) * BLOCK)
+        classes = (KeyClass(FINE, channels), KeyClass(COARSE, channels))
+    marked = set(geometry.identity_layers)
+    heads = range(geometry.num_kv_heads)
+    return tuple(() if layer in marked else classes for layer in range(geometry.num_layers) for _ in heads)
+
+
+def reduced_bases(classes: HeadClasses, orders: list[list[int]], head_dim: int) -> Tensor:
+    """(L x G, D, C) fp32: columns that select channels in order and mix them in Hadamard blocks inside each class.
+
+    Args:
+        orders: for each head all its channels, the most important first.
+    """
+    width = max((sum(c.channels for c in of_head) for of_head in classes), default=0)
+    bases = torch.zeros(len(classes), head_dim, width)
+    for head, (of_head, order) in enumerate(zip(classes, orders, strict=True)):
+        start = 0
+        for key_class in of_head:
+            stop = start + key_class.channels
+            for first in range(start, stop, BLOCK):
+                block = range(first, min(first + BLOCK, stop))
+                bases[head][[order[c] for c in block], first : block.stop] = orthonormal_basis(len(block))
+            start = stop
+    return bases

@@ -1,0 +1,59 @@
+"""The codec of one model: entries of any format in, bytes of any smaller format out."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from csa2.codec.channels import Rotation, default_classes, reduced_bases
+from csa2.codec.importance import QueryMoments, importance
+from csa2.codec.merging import merge_entries
+from csa2.formats import HeadClasses
+from sgl_kernels.basis import orthonormal_basis
+from sgl_kernels.page_codec.reference import CodecBases, Entries, open_pages, seal_pages
+from sgl_kernels.page_layout import PageGeometry, PageLayout
+
+
+@dataclass(frozen=True)
+class PageCodec:
+    """What sealing and opening pages of one model and rank needs."""
+
+    bases: CodecBases
+    moments: QueryMoments | None = None
+
+    def to(self, device: torch.device | str) -> "PageCodec":
+        """This codec on `device`."""
+        reduced = self.bases.reduced
+        bases = CodecBases(self.bases.flat.to(device), None if reduced is None else reduced.to(device))
+        return PageCodec(bases, None if self.moments is None else self.moments.to(device))
+
+    def seal(self, entries: Entries, layout: PageLayout) -> Tensor:
+        """(N, page_bytes) uint8: full pages in a coded format, merged first if it has fewer entries than they."""
+        if layout.is_merged:
+            entries = merge_entries(_finite(entries), importance(_finite(entries), self.moments), layout.entries)
+        return seal_pages(entries, layout, self.bases)
+
+    def open(self, packed: Tensor, layout: PageLayout) -> Entries:
+        """Entries of N pages (N, page_bytes) uint8, in the model's own basis, fp32; heads is L x G."""
+        if not layout.is_plain:
+            return open_pages(packed, layout, self.bases)
+        g = layout.geometry
+        pair = packed.view(g.dtype).view(-1, g.num_layers, 2, g.num_kv_heads, g.page_size, g.head_dim).float()
+        return Entries(pair[:, :, 0].flatten(1, 2), pair[:, :, 1].flatten(1, 2), None)
+
+
+def make_codec(geometry: PageGeometry, rotation: Rotation) -> tuple[PageCodec, HeadClasses]:
+    """The codec without calibration, and the key classes of its reduced formats."""
+    classes = default_classes(geometry, rotation)
+    orders = [rotation.prior_order(geometry.head_dim)] * len(classes)
+    bases = CodecBases(orthonormal_basis(geometry.head_dim), reduced_bases(classes, orders, geometry.head_dim))
+    return PageCodec(bases), classes
+
+
+def _finite(entries: Entries) -> Entries:
+    """One broken token must not decide how a whole page is merged."""
+    return Entries(
+        torch.nan_to_num(entries.keys, nan=0.0, posinf=0.0, neginf=0.0),
+        torch.nan_to_num(entries.values, nan=0.0, posinf=0.0, neginf=0.0),
+        entries.bias,
+    )

@@ -1,0 +1,52 @@
+"""Merging neighbouring entries of a page into groups.
+
+The most important entries become pivots; every other entry joins the pivot that is nearest in key and value. A group keeps
+the key of its pivot, so its position is exact and nothing has to be rotated; its value is the weighted mean; its bias is the
+log of the group's weight over that of the pivot, so that the group draws as much attention as its members did.
+"""
+
+import torch
+from torch import Tensor
+
+from sgl_kernels.page_codec.reference import Entries
+
+WEIGHT_FLOOR = 0.02
+"""Added to the weight of each entry, in units of the page's mean: an entry that scores nothing still counts."""
+
+
+def merge_entries(entries: Entries, importance: Tensor, groups: int) -> Entries:
+    """Merge E entries of each page and head into `groups`, in their order of position.
+
+    Args:
+        entries: keys and values (N, heads, E, D), bias (N, heads, E) or None.
+        importance: (N, heads, E) non-negative: how much attention later queries are expected to pay to each entry.
+        groups: E' <= E.
+
+    Returns:
+        Entries with E' groups each and a bias of at least 0.
+    """
+    keys, values = entries.keys.float(), entries.values.float()
+    weight = importance / importance.mean(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) + WEIGHT_FLOOR
+    pivots = torch.topk(weight, groups, dim=-1).indices.sort(-1).values
+    dim = keys.shape[-1]
+    rows = pivots.unsqueeze(-1).expand(*pivots.shape, dim)
+    pivot_keys = keys.gather(-2, rows)
+    distance = _squared_distance(keys, pivot_keys) + _squared_distance(values, values.gather(-2, rows))
+    nearest = distance.argmin(-1)
+    # A pivot is its own group even where another one has the same key and value.
+    nearest.scatter_(-1, pivots, torch.arange(groups, device=keys.device).expand_as(pivots))
+    mass = torch.zeros_like(weight[..., :groups]).scatter_add_(-1, nearest, weight)
+    owner = nearest.unsqueeze(-1).expand_as(values)
+    summed = torch.zeros_like(pivot_keys).scatter_add_(-2, owner, values * weight.unsqueeze(-1))
+    bias = (mass / weight.gather(-1, pivots)).log()
+    if entries.bias is not None:
+        bias = bias + entries.bias.gather(-1, pivots)
+    return Entries(pivot_keys, summed / mass.unsqueeze(-1), bias.clamp_(min=0))
+
+
+def _squared_distance(x: Tensor, pivots: Tensor) -> Tensor:
+    """(..., E, P) squared distance of each row of `x` (..., E, D) to each pivot (..., P, D), over the variance of the page."""
+    spread = x.var(-2, correction=0).sum(-1)[..., None, None].clamp(min=torch.finfo(torch.float32).tiny)
+    cross = x @ pivots.transpose(-1, -2)
+    squares = x.square().sum(-1).unsqueeze(-1) + pivots.square().sum(-1).unsqueeze(-2)
+    return (squares - 2 * cross) / spread
