@@ -1,8 +1,8 @@
 """How important each token of a page is for queries to come.
 
 The score of a token is the attention it can expect times the size of its value. Expected attention follows from the first
-two moments of the queries: for a normal query, E exp(q . k) = exp(mean . k + k Cov k / 2) (Devoto et al. 2025). Without moments
-(no calibration) all tokens expect the same and the value decides.
+two moments of the queries: for a normal query, E exp(q . k) = exp(mean . k + k Cov k / 2) (Devoto et al. 2025). Without
+moments (no calibration) all tokens expect the same and the value decides.
 """
 
 from dataclasses import dataclass
@@ -34,7 +34,8 @@ def importance(entries: Entries, moments: QueryMoments | None) -> Tensor:
     expected = torch.zeros_like(size) if moments is None else expected_attention(keys, moments).log()
     if entries.bias is not None:
         expected = expected + entries.bias
-    return size * torch.softmax(expected, -1)
+    scores: Tensor = size * torch.softmax(expected, -1)
+    return scores
 
 
 def expected_attention(keys: Tensor, moments: QueryMoments) -> Tensor:
