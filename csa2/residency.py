@@ -43,6 +43,8 @@ class PageFacts:
     """bool: first page of a sequence; attention sinks live there."""
     written: Tensor
     """int16 slots written since the page was mapped."""
+    reader: Tensor
+    """int64 request slot that read the page last, -1 if none."""
 
     @classmethod
     def empty(cls, num_virtual_pages: int) -> "PageFacts":
@@ -52,6 +54,7 @@ class PageFacts:
             hits=torch.zeros(num_virtual_pages, dtype=torch.int32),
             first=torch.zeros(num_virtual_pages, dtype=torch.bool),
             written=torch.zeros(num_virtual_pages, dtype=torch.int16),
+            reader=torch.full((num_virtual_pages,), -1, dtype=torch.int64),
         )
 
     def forget(self, pages: Tensor) -> None:
@@ -60,6 +63,7 @@ class PageFacts:
         self.hits[pages] = 0
         self.first[pages] = False
         self.written[pages] = 0
+        self.reader[pages] = -1
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from torch import Tensor
 from csa2.arena import Arena
 from csa2.capacity import ArenaPlan
 from csa2.codec.codec import PageCodec
+from csa2.codec.queries import QuerySamples
 from csa2.errors import IntegrityError
 from csa2.formats import PLAIN, UNMAPPED, FormatLadder
 from csa2.residency import PageFacts, demotion_steps, sealed_format
@@ -32,6 +33,7 @@ class PageStore:
         self.arena = Arena(plan, num_virtual_pages, device)
         self.facts = PageFacts.empty(num_virtual_pages)
         self.page_size = ladder.geometry.page_size
+        self.samples = QuerySamples(ladder.geometry.num_layers, ladder.geometry.num_kv_heads)
         self.protected_pages = 1
         """Pages at the beginning of a sequence that are never merged."""
         self.clock = 0
@@ -77,6 +79,7 @@ class PageStore:
         """Unmap every page."""
         self.arena.clear()
         self.facts.forget(torch.arange(1, self.arena.formats.numel()))
+        self.samples.clear()
 
     def record_writes(self, slots: Tensor) -> None:
         """Note that the virtual token `slots` (T,) of plain pages are written in this forward pass.
@@ -93,9 +96,10 @@ class PageStore:
         self.facts.written.index_add_(0, pages, torch.ones_like(pages, dtype=torch.int16))
         self.facts.written[0] = 0
 
-    def touch(self, pages: Tensor) -> None:
-        """Note that `pages` are read in this forward pass."""
+    def touch(self, pages: Tensor, slots: Tensor) -> None:
+        """Note that `pages` (n,) are read in this forward pass by the requests in `slots` (n,)."""
         self.facts.last_use[pages] = self.clock
+        self.facts.reader[pages] = slots
 
     def seal(self, pages: Tensor, old: Tensor | None = None) -> int:
         """Compress full `pages` that left the hot window, and `old` ones that left the warm window too, to the format of
@@ -201,7 +205,9 @@ class PageStore:
             index, moving = move % formats, pages[moves == move]
             for start in range(0, moving.numel(), CODEC_BATCH_PAGES):
                 batch = moving[start : start + CODEC_BATCH_PAGES]
-                packed.setdefault(index, []).append(self.codec.seal(self.read(batch), self.ladder.layouts[index]))
+                layout = self.ladder.layouts[index]
+                queries = self.samples.of(self.facts.reader[batch]) if layout.is_merged else None
+                packed.setdefault(index, []).append(self.codec.seal(self.read(batch), layout, queries))
                 placed.setdefault(index, []).append(batch)
         # Release before allocating: the place of the smaller form may be the one that is freed.
         self.arena.release(pages)

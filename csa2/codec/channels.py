@@ -63,7 +63,7 @@ def reduced_bases(classes: HeadClasses, orders: list[list[int]], head_dim: int) 
     """(L x G, D, C) fp32: columns that select channels in order and mix them in Hadamard blocks inside each class.
 
     Args:
-        orders: for each head all its channels, the most important first.
+        orders: for each head all its channels, the most important first; the two of a rotary pair together.
     """
     width = max((sum(c.channels for c in of_head) for of_head in classes), default=0)
     bases = torch.zeros(len(classes), head_dim, width)
@@ -71,8 +71,13 @@ def reduced_bases(classes: HeadClasses, orders: list[list[int]], head_dim: int) 
         start = 0
         for key_class in of_head:
             stop = start + key_class.channels
-            for first in range(start, stop, BLOCK):
-                block = range(first, min(first + BLOCK, stop))
-                bases[head][[order[c] for c in block], first : block.stop] = orthonormal_basis(len(block))
+            # Every block gets important and less important pairs, so that one scale suits all blocks of the class.
+            blocks = -(-key_class.channels // BLOCK)
+            pairs = [order[c : c + 2] for c in range(start, stop, 2)]
+            first = start
+            for block in range(blocks):
+                channels = [channel for pair in pairs[block::blocks] for channel in pair]
+                bases[head][channels, first : first + len(channels)] = orthonormal_basis(len(channels))
+                first += len(channels)
             start = stop
     return bases

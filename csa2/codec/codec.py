@@ -27,10 +27,15 @@ class PageCodec:
         bases = CodecBases(self.bases.flat.to(device), None if reduced is None else reduced.to(device))
         return PageCodec(bases, None if self.moments is None else self.moments.to(device))
 
-    def seal(self, entries: Entries, layout: PageLayout) -> Tensor:
-        """(N, page_bytes) uint8: full pages in a coded format, merged first if it has fewer entries than they."""
+    def seal(self, entries: Entries, layout: PageLayout, queries: Tensor | None = None) -> Tensor:
+        """(N, page_bytes) uint8: full pages in a coded format, merged first if it has fewer entries than they.
+
+        Args:
+            queries: (N, L x G, M, D) sample of queries for scoring, see `importance`.
+        """
         if layout.is_merged:
-            entries = merge_entries(_finite(entries), importance(_finite(entries), self.moments), layout.entries)
+            finite = _finite(entries)
+            entries = merge_entries(finite, importance(finite, queries, self.moments), layout.entries)
         return seal_pages(entries, layout, self.bases)
 
     def open(self, packed: Tensor, layout: PageLayout) -> Entries:

@@ -25,6 +25,8 @@ class ExtendRow:
     start: int
     """First of its tokens in the batch."""
     end: int
+    slot: int
+    """Row of the request table."""
     prefix: PagePlan
 
 
@@ -51,6 +53,7 @@ class Csa2AttentionBackend(AttentionBackend):
         self.pool = pool
         self.store = pool.store
         self.req_to_token: Tensor = runner.req_to_token_pool.req_to_token
+        self._samples_queries = pool.store.ladder.layouts[-1].is_merged
         self._step: StepPlan | None = None
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
@@ -63,7 +66,8 @@ class Csa2AttentionBackend(AttentionBackend):
         lengths = forward_batch.seq_lens.long()
         pages = self._page_table(forward_batch.req_pool_indices, int(forward_batch.seq_lens_cpu.max()))
         depth = torch.arange(pages.shape[1]) * store.page_size
-        store.touch(pages[depth[None, :] < lengths[:, None]])
+        owner, column = torch.nonzero(depth[None, :] < lengths[:, None], as_tuple=True)
+        store.touch(pages[owner, column], forward_batch.req_pool_indices.long()[owner])
         store.facts.first[pages[:, : store.protected_pages]] = True
         if forward_batch.forward_mode.is_decode():
             tokens = torch.arange(lengths.numel())
@@ -107,6 +111,8 @@ class Csa2AttentionBackend(AttentionBackend):
             out[step.decode_tokens] = one.to(out.dtype)
         for row in step.extend:
             part = slice(row.start, row.end)
+            if self._samples_queries:
+                self.store.samples.record(row.slot, index, query[part], layer.scaling)
             keys = k[part].view(-1, layer.tp_k_head_num, layer.qk_head_dim)
             values = v[part].view(-1, layer.tp_v_head_num, layer.v_head_dim)
             out[part] = reference.extend(query[part], keys, values, arena, row.prefix, index, layer.scaling, bases)
@@ -129,7 +135,8 @@ class Csa2AttentionBackend(AttentionBackend):
         rows = []
         for row in torch.nonzero(new > 1).squeeze(-1).tolist():
             prefix = self._plan(pages[row : row + 1], (lengths - new)[row : row + 1])
-            rows.append(ExtendRow(int(ends[row] - new[row]), int(ends[row]), prefix))
+            slot = int(forward_batch.req_pool_indices[row])
+            rows.append(ExtendRow(int(ends[row] - new[row]), int(ends[row]), slot, prefix))
         return StepPlan(decode, (ends - 1)[single], tuple(rows))
 
 
