@@ -89,7 +89,9 @@ def entries_of(tokens: Tensor) -> Tensor:
 
 def read_page(store: PageStore, page: int) -> Content:
     read = store.read(torch.tensor([page]))
-    return Content(torch.stack((read.keys[0], read.values[0])).double(), None if read.bias is None else read.bias[0].double())
+    return Content(
+        torch.stack((read.keys[0], read.values[0])).double(), None if read.bias is None else read.bias[0].double()
+    )
 
 
 def raw(store: PageStore, page: int) -> Tensor:

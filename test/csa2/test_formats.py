@@ -20,6 +20,7 @@ def ladder_of(tail: str | None, shared: str | None = "fp8", kv_format: str = "fp
     geometry = PageGeometry(2, 1, 64, size, torch.bfloat16)
     return make_ladder(geometry, kv_format, tail, shared, (CLASSES,) * 2)
 
+
 fixed = settings(derandomize=True, deadline=None, max_examples=150)
 
 

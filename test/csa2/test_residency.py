@@ -1,51 +1,20 @@
 """Roles of pages and the order of demotion: against the rules written as a loop."""
 
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from page_rows import LADDER, SIZE, facts_of, fit, ladders, some_rows, with_shared
 from page_stores import LADDERS
 
 from csa2.formats import FP8, PLAIN, UNMAPPED, FormatLadder
-from csa2.residency import DemotionRound, PageFacts, demotion_steps, sealed_format
+from csa2.residency import DemotionRound, demotion_steps
 
-SIZE = 4
-LADDER = LADDERS["fp4"]
 SMALL = LADDER.end
 MERGED = LADDERS["csa2-8x"]
 fixed = settings(derandomize=True, deadline=None, max_examples=200)
-
-
-@st.composite
-def ladders(draw):
-    """Any ladder, with any of its formats for shared pages and for old ones."""
-    ladder = draw(st.sampled_from(list(LADDERS.values())))
-    formats = range(ladder.end + 1)
-    return replace(ladder, shared=draw(st.sampled_from([None, *formats])), tail=draw(st.sampled_from(formats)))
-
-
-def with_shared(name: str | None, ladder: FormatLadder = LADDER) -> FormatLadder:
-    return replace(ladder, shared=None if name is None else ladder.index(name))
-
-
-def facts_of(rows: list[dict]) -> tuple[PageFacts, torch.Tensor, torch.Tensor]:
-    """Facts, formats and hot pages of pages 1, 2, ...; a row may give use, hits, first, written, format and hot."""
-    facts = PageFacts.empty(len(rows) + 1)
-    formats = torch.full((len(rows) + 1,), UNMAPPED, dtype=torch.int8)
-    formats[0] = PLAIN
-    hot = []
-    for page, row in enumerate(rows, 1):
-        facts.last_use[page] = row.get("use", 0)
-        facts.hits[page] = row.get("hits", 0)
-        facts.first[page] = row.get("first", False)
-        facts.written[page] = row.get("written", SIZE)
-        formats[page] = row.get("format", PLAIN)
-        if row.get("hot"):
-            hot.append(page)
-    return facts, formats, torch.tensor(hot, dtype=torch.int64)
 
 
 def steps_of(rows: list[dict], ladder: FormatLadder = LADDER, *, spare_hot: bool = False) -> list[tuple[int, int, int]]:
@@ -80,28 +49,6 @@ def by_the_rules(rows: list[dict], ladder: FormatLadder, *, spare_hot: bool = Fa
     return [(page, source, target) for _, _, page, source, target in sorted(found)]
 
 
-def some_rows(formats: int = 5):
-    """Pages of any state; formats are counted from 0 and may be cut to those of the ladder by `fit`."""
-    return st.lists(
-        st.fixed_dictionaries(
-            {
-                "use": st.integers(0, 4),
-                "hits": st.integers(0, 2),
-                "first": st.booleans(),
-                "written": st.sampled_from([0, SIZE - 1, SIZE, SIZE, SIZE]),
-                "format": st.sampled_from([PLAIN, PLAIN, *range(1, formats), UNMAPPED]),
-                "hot": st.booleans(),
-            }
-        ),
-        max_size=12,
-    )
-
-
-def fit(rows: list[dict], ladder: FormatLadder) -> list[dict]:
-    """The rows with formats of this ladder; first pages are never beyond what they are guarded from."""
-    return [{**row, "format": min(row["format"], ladder.guard if row["first"] else ladder.end)} for row in rows]
-
-
 @fixed
 @given(some_rows(), ladders(), st.booleans())
 def test_steps_are_what_the_rules_say(rows, ladder, spare_hot):
@@ -129,7 +76,11 @@ def test_nothing_is_merged_before_everything_that_may_is_at_4_bits(rows, ladder)
     """Private pages go first, and protected ones stay at 4 bits or more until all private ones are as small as can be."""
     rows = fit(rows, ladder)
     at = {page: row["format"] for page, row in enumerate(rows, 1)}
-    cold = [p for p, row in enumerate(rows, 1) if row["written"] == SIZE and at[p] != UNMAPPED and not (row["hot"] and at[p] == 0)]
+    cold = [
+        p
+        for p, row in enumerate(rows, 1)
+        if row["written"] == SIZE and at[p] != UNMAPPED and not (row["hot"] and at[p] == 0)
+    ]
     private = [p for p in cold if rows[p - 1]["hits"] == 0 and not rows[p - 1]["first"]]
     for page, source, target in steps_of(rows, ladder):
         if page in cold and target > ladder.warm and source <= ladder.warm:
@@ -279,38 +230,5 @@ def test_the_padding_page_is_never_demoted():
     assert 0 not in demotion_steps(facts, formats, hot, SIZE, LADDER).pages.tolist()
 
 
-@pytest.mark.parametrize("shared", ["bf16", "fp8", "fp4", None])
-@pytest.mark.parametrize("tail", list(LADDERS))
-def test_sealed_pages_take_the_format_of_their_role(tail, shared):
-    ladder = with_shared(shared, LADDERS[tail])
-    facts, _, _ = facts_of([{}, {"hits": 1}, {"first": True}, {"first": True, "hits": 5}])
-    chosen = torch.tensor([4, 2, 1, 3])
-    for old, private in ((False, min(ladder.warm, ladder.tail)), (True, ladder.tail)):
-        target = sealed_format(facts, chosen, torch.full((4,), old), ladder)
-        assert target.tolist() == [PLAIN, private if ladder.shared is None else ladder.shared, private, PLAIN]
-
-
-@fixed
-@given(some_rows(), ladders(), st.lists(st.booleans(), min_size=12, max_size=12))
-def test_a_page_never_asks_for_more_bytes_when_it_gets_old(rows, ladder, marks):
-    facts, _, _ = facts_of(rows)
-    pages = torch.arange(1, len(rows) + 1)
-    old = torch.tensor(marks[: len(rows)], dtype=torch.bool)
-    young = sealed_format(facts, pages, torch.zeros_like(old), ladder)
-    mixed = sealed_format(facts, pages, old, ladder)
-    assert bool((mixed >= young).all())
-    assert torch.equal(mixed[~old], young[~old])
-    assert bool((mixed[facts.first[pages]] == PLAIN).all())
-
-
 def test_rounds_are_numbered_in_their_order():
     assert all(a < b for a, b in pairwise(DemotionRound))
-
-
-def test_forgotten_pages_are_as_new():
-    facts, _, _ = facts_of([{"use": 5, "hits": 2, "first": True, "written": 3}] * 2)
-    facts.forget(torch.tensor([2]))
-    fresh = PageFacts.empty(3)
-    for name in ("last_use", "hits", "first", "written"):
-        assert getattr(facts, name)[2] == getattr(fresh, name)[2]
-        assert getattr(facts, name)[1] != getattr(fresh, name)[1]

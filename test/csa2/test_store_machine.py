@@ -175,7 +175,9 @@ class StoreMachine(RuleBasedStateMachine):
         goal = {page: index for page, index in goal.items() if index > self.pages[page].format}
         before = {page: self.pages[page].format for page in goal}
         count = sum(self.demotions.values())
-        sealed = self.store.seal(torch.tensor([*chosen, *chosen[:2]], dtype=torch.int64), torch.tensor(old, dtype=torch.int64))
+        sealed = self.store.seal(
+            torch.tensor([*chosen, *chosen[:2]], dtype=torch.int64), torch.tensor(old, dtype=torch.int64)
+        )
         self.note_changes(list(goal))
         assert sum(self.demotions.values()) - count == sealed
         for page, index in goal.items():

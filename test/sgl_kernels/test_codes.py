@@ -230,7 +230,9 @@ def test_2_bit_levels_are_the_best_for_a_normal_distribution():
 
 
 @fixed
-@given(st.sampled_from(sorted(CODE_BITS)), st.lists(st.integers(1, 3), max_size=3), st.integers(1, 70), st.integers(0, 2**31))
+@given(
+    st.sampled_from(sorted(CODE_BITS)), st.lists(st.integers(1, 3), max_size=3), st.integers(1, 70), st.integers(0, 2**31)
+)
 def test_codes_of_any_shape_decode_to_their_values(kind, shape, last, seed):
     random = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 1 << CODE_BITS[kind], (*shape, last), generator=random).to(torch.uint8)

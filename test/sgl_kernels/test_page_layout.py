@@ -65,7 +65,10 @@ def test_parts_and_pieces_are_where_the_letter_says(dim, size, heads, name):
     assert layout.metadata_bytes == layout.page_bytes - value_bits // 8
     for layer in (0, 1):
         first, size_of_layer = layout.layer_range(layer)
-        assert (first, first + size_of_layer) == (layout.piece_offsets[layer * heads], layout.piece_offsets[(layer + 1) * heads])
+        assert (first, first + size_of_layer) == (
+            layout.piece_offsets[layer * heads],
+            layout.piece_offsets[(layer + 1) * heads],
+        )
         assert layout.layer_heads(layer) == layout.heads[layer * heads : (layer + 1) * heads]
 
 

@@ -1,6 +1,7 @@
 """Attention over pages of mixed formats: against attention in float64 over the pages opened by the letter."""
 
 import math
+
 import pytest
 import torch
 from codec_bounds import U16, U32

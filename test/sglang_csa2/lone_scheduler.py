@@ -184,7 +184,9 @@ class _PageCheck:
         for index in torch.unique(formats := store.arena.formats[row]).tolist():
             chosen = formats == index
             error = self._error(store, row[chosen], wanted[:, chosen], length - PAGE * torch.nonzero(chosen).squeeze(-1))
-            assert float(error.max()) < WRONG_PAGE, f"{req.rid} reads another entry in {row[chosen][error.argmax()]} of {row}"
+            assert float(error.max()) < WRONG_PAGE, (
+                f"{req.rid} reads another entry in {row[chosen][error.argmax()]} of {row}"
+            )
 
     @staticmethod
     def _error(store: Any, pages: Any, wanted: Any, tokens: Any) -> Any:

@@ -104,8 +104,14 @@ def test_help_lists_every_option(capsys):
 
 @pytest.mark.parametrize(
     "argv",
-    [["--kv-compress", "kivi"], ["--csa2-ratio", "3"], ["--csa2-kv-format", "nf4"],
-     ["--csa2-tail-format", "fp4"], ["--csa2-hot-tokens", "many"], ["--csa2-protect-tokens", "1.5"]],
+    [
+        ["--kv-compress", "kivi"],
+        ["--csa2-ratio", "3"],
+        ["--csa2-kv-format", "nf4"],
+        ["--csa2-tail-format", "fp4"],
+        ["--csa2-hot-tokens", "many"],
+        ["--csa2-protect-tokens", "1.5"],
+    ],
     ids=lambda argv: argv[0],
 )
 def test_wrong_choice_is_an_argparse_error(argv, llama, capsys):
