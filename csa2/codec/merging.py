@@ -45,7 +45,7 @@ def merge_entries(entries: Entries, importance: Tensor, groups: int) -> Entries:
 
 
 def _squared_distance(x: Tensor, pivots: Tensor) -> Tensor:
-    """(..., E, P) squared distance of the rows of `x` (..., E, D) to the pivots (..., P, D), over the variance of the page."""
+    """(..., E, P) squared distance of rows `x` (..., E, D) to pivots (..., P, D), over the variance of the page."""
     spread = x.var(-2, correction=0).sum(-1)[..., None, None].clamp(min=torch.finfo(torch.float32).tiny)
     cross = x @ pivots.transpose(-1, -2)
     squares = x.square().sum(-1).unsqueeze(-1) + pivots.square().sum(-1).unsqueeze(-2)

@@ -87,7 +87,7 @@ def open_layer(block: Tensor, layout: PageLayout, layer: int, bases: CodecBases)
     start = layout.piece_offsets[first]
     heads = layout.layer_heads(layer)
     if all(head == heads[0] for head in heads):
-        return _open_pieces(block.view(block.shape[0], g, -1), heads[0], bases, slice(first, first + g))
+        return _open_pieces(block.view(-1, g, heads[0].piece_bytes), heads[0], bases, slice(first, first + g))
     opened = []
     for i, head in enumerate(heads):
         piece = block[:, layout.piece_offsets[first + i] - start : layout.piece_offsets[first + i + 1] - start]

@@ -1,26 +1,50 @@
 """Small page stores, tokens to write, and what a page may differ by after it was re-encoded."""
 
+from dataclasses import dataclass
+
 import torch
-from codec_bounds import entry_norm_bounds
+from codec_bounds import bias_error, entry_norm_bounds
 from torch import Tensor
 
 from csa2.capacity import ArenaPlan
-from csa2.formats import FP8, PLAIN, FormatLadder, make_ladder, packing
+from csa2.codec.channels import make_rotation, reduced_bases
+from csa2.codec.codec import PageCodec
+from csa2.codec.importance import importance
+from csa2.codec.merging import merge_entries
+from csa2.formats import MERGE, PLAIN, FormatLadder, make_ladder, packing
 from csa2.store import PageStore
-from sgl_kernels.page_layout import PageGeometry
+from sgl_kernels.basis import orthonormal_basis
+from sgl_kernels.page_codec.reference import CodecBases, Entries
+from sgl_kernels.page_layout import KeyClass, PageGeometry
 from sgl_kernels.paged_attention.reference import plain_rows, write_plain
 
 SIZE = 16
 GEOMETRY = PageGeometry(2, 1, 32, SIZE, torch.bfloat16, (1,))
-LADDER = make_ladder(GEOMETRY, "fp4")
+CLASSES = ((KeyClass("int4", 8), KeyClass("lloyd2", 16)), ())
+"""The other 8 channels of the flat layer are left out."""
+CODEC = PageCodec(
+    CodecBases(orthonormal_basis(32), reduced_bases(CLASSES, [make_rotation(32, neox=True).prior_order(32)] * 2, 32))
+)
+LADDERS = {tail or "fp4": make_ladder(GEOMETRY, "fp4", tail, "fp8", CLASSES) for tail in (None, "k8v4", *MERGE)}
+LADDER = LADDERS["fp4"]
+SMALL = LADDER.end
+
+
+@dataclass
+class Content:
+    """What a page holds, in float64."""
+
+    entries: Tensor
+    """(2, L x G, E, D) keys and values."""
+    bias: Tensor | None = None
+    """(L x G, E)"""
 
 
 def make_store(num_slabs: int = 5, slab_pages: int = 2, ladder: FormatLadder = LADDER, pages: int = 24) -> PageStore:
     slab = slab_pages * ladder.page_bytes[0]
-    plan = ArenaPlan(slab, num_slabs, ladder.page_bytes, packing(slab, ladder.page_bytes))
-    store = PageStore(ladder, plan, pages)
+    plan = ArenaPlan(slab, num_slabs, ladder.page_bytes, packing(slab, ladder.page_bytes), ladder.guard)
+    store = PageStore(ladder, plan, pages, CODEC)
     store.arena.buffer[: plan.arena_bytes] = 0xFF  # NaN, wherever nobody has written
-    store.shared_format = FP8
     return store
 
 
@@ -47,28 +71,48 @@ def write(store: PageStore, page: int, first: int, tokens: Tensor) -> None:
         write_plain(store.arena.buffer, rows, layout, layer, tokens[:, 0, layer], tokens[:, 1, layer])
 
 
-def full_pages(store: PageStore, pages: list[int]) -> list[Tensor]:
-    """Map and fill `pages`; their keys and values (2, L, G, S, D) in float64."""
+def full_pages(store: PageStore, pages: list[int]) -> list[Content]:
+    """Map and fill `pages`; what they hold."""
     store.map_pages(torch.tensor(pages))
     contents = []
     for page in pages:
         tokens = some_tokens(SIZE, page)
         write(store, page, 0, tokens)
-        contents.append(tokens.permute(1, 2, 3, 0, 4).double())
+        contents.append(Content(entries_of(tokens)))
     return contents
 
 
-def read_page(store: PageStore, page: int) -> Tensor:
-    """(2, L, G, S, D) float64."""
-    return torch.stack([x[0] for x in store.read(torch.tensor([page]))]).double()
+def entries_of(tokens: Tensor) -> Tensor:
+    """(2, L x G, n, D) float64 of tokens (n, 2, L, G, D)."""
+    return tokens.permute(1, 2, 3, 0, 4).flatten(1, 2).double()
+
+
+def read_page(store: PageStore, page: int) -> Content:
+    read = store.read(torch.tensor([page]))
+    return Content(
+        torch.stack((read.keys[0], read.values[0])).double(), None if read.bias is None else read.bias[0].double()
+    )
 
 
 def raw(store: PageStore, page: int) -> Tensor:
     return store.arena.read_pages(int(store.arena.formats[page]), torch.tensor([page]))[0]
 
 
-def assert_near(store: PageStore, before: Tensor, after: Tensor, index: int) -> None:
-    """`after` is `before` stored in format `index`, (2, L, G, S, D)."""
-    bounds = entry_norm_bounds(before[:1], before[1:], store.ladder.layouts[index], store.basis)
-    error = (after - before).norm(dim=-1)
-    assert bool((error <= torch.cat(bounds)).all())
+def assert_same(before: Content, after: Content) -> None:
+    assert torch.equal(before.entries, after.entries)
+    assert before.bias is after.bias is None or torch.equal(before.bias, after.bias)
+
+
+def assert_near(store: PageStore, before: Content, after: Content, index: int) -> None:
+    """`after` is `before` stored in format `index`: merged where the format merges, which is exact, and then coded."""
+    layout = store.ladder.layouts[index]
+    keys, values = before.entries[:, None].float()
+    entries = Entries(keys, values, None if before.bias is None else before.bias[None].float())
+    if layout.is_merged:
+        entries = merge_entries(entries, importance(entries, None), layout.entries)
+    bounds = entry_norm_bounds(entries.keys, entries.values, layout, store.codec.bases)
+    want = torch.cat((entries.keys, entries.values)).double()
+    assert bool(((after.entries - want).norm(dim=-1) <= torch.cat(bounds)).all())
+    assert (after.bias is None) == (not layout.is_merged)
+    if after.bias is not None:
+        assert bool(((after.bias - entries.bias[0]).abs() <= bias_error(entries.bias[0]) + 1e-6).all())

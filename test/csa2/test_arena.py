@@ -13,7 +13,7 @@ from csa2.capacity import ArenaPlan
 from csa2.errors import ArenaFullError, IntegrityError
 
 PAGE_BYTES = (64, 40, 24)
-PLAN = ArenaPlan(slab_bytes=128, num_slabs=7, page_bytes=PAGE_BYTES, pages_per_slab=(2, 3, 5))
+PLAN = ArenaPlan(slab_bytes=128, num_slabs=7, page_bytes=PAGE_BYTES, pages_per_slab=(2, 3, 5), guard=2)
 PAGES = 48
 FORMATS = range(3)
 

@@ -10,45 +10,56 @@ from hypothesis import strategies as st
 from csa2.arena import Arena
 from csa2.capacity import MIN_PLAIN_PAGES, ArenaPlan, plan_arena
 from csa2.errors import OptionError
-from csa2.formats import make_ladder, packing
-from sgl_kernels.page_layout import PageGeometry
+from csa2.formats import MERGE, make_ladder, packing
+from sgl_kernels.page_layout import KeyClass, PageGeometry
 
 fixed = settings(derandomize=True, deadline=None, max_examples=200)
 
 
-def make_plan(per_slab: tuple[int, ...], num_slabs: int) -> ArenaPlan:
+def make_plan(per_slab: tuple[int, ...], num_slabs: int, guard: int | None = None) -> ArenaPlan:
     """Plan with pages of 8-byte words: `per_slab[f]` pages of format f a slab."""
     slab = 64 * per_slab[0]
-    return ArenaPlan(slab, num_slabs, tuple(slab // n // 8 * 8 for n in per_slab), per_slab)
+    page_bytes = tuple(slab // n // 8 * 8 for n in per_slab)
+    return ArenaPlan(slab, num_slabs, page_bytes, per_slab, len(per_slab) - 1 if guard is None else guard)
 
 
-plans = st.builds(
-    lambda plain, fp8, small, slabs: make_plan((plain, plain + fp8, plain + fp8 + small), slabs),
-    st.integers(1, 3),
-    st.integers(0, 2),
-    st.integers(0, 3),
-    st.integers(1, 6),
-)
-counts = st.tuples(st.integers(0, 12), st.integers(0, 16), st.integers(0, 24))
+@st.composite
+def plans(draw):
+    """Two to four formats, the first page of a sequence guarded at any but the plain one."""
+    per_slab = [draw(st.integers(1, 3))]
+    for _ in range(draw(st.integers(1, 3))):
+        per_slab.append(per_slab[-1] + draw(st.integers(0, 3)))
+    return make_plan(tuple(per_slab), draw(st.integers(1, 6)), draw(st.integers(1, len(per_slab) - 1)))
+
+
+@st.composite
+def plans_and_rows(draw, max_rows):
+    """A plan and numbers of pages in each of its formats."""
+    plan = draw(plans())
+    most = (12, 16, 20, 24)
+    row = st.tuples(*(st.integers(0, most[f]) for f in range(len(plan.page_bytes))))
+    return plan, draw(st.lists(row, min_size=1, max_size=max_rows))
 
 
 def some_split_holds(plan: ArenaPlan, wanted: tuple[int, ...]) -> bool:
     return any(
         sum(split) <= plan.num_slabs
         and all(slabs * per >= n for slabs, per, n in zip(split, plan.pages_per_slab, wanted, strict=True))
-        for split in product(range(plan.num_slabs + 1), repeat=3)
+        for split in product(range(plan.num_slabs + 1), repeat=len(wanted))
     )
 
 
 @fixed
-@given(plans, counts)
-def test_fits_is_what_trying_every_split_says(plan, wanted):
+@given(plans_and_rows(1))
+def test_fits_is_what_trying_every_split_says(case):
+    plan, (wanted,) = case
     assert plan.fits(wanted) == some_split_holds(plan, wanted)
 
 
 @fixed
-@given(plans, st.lists(counts, min_size=1, max_size=8))
-def test_the_tensor_forms_agree_with_fits(plan, rows):
+@given(plans_and_rows(8))
+def test_the_tensor_forms_agree_with_fits(case):
+    plan, rows = case
     expected = [plan.fits(row) for row in rows]
     table = torch.tensor(rows)
     assert plan.fitting(table).tolist() == expected
@@ -67,14 +78,15 @@ def test_first_fit_of_no_rows():
 
 
 @settings(fixed, max_examples=60)
-@given(plans, counts, st.randoms(use_true_random=False))
-def test_what_fits_can_be_placed_in_any_order_and_nothing_else_can(plan, wanted, random):
+@given(plans_and_rows(1), st.randoms(use_true_random=False))
+def test_what_fits_can_be_placed_in_any_order_and_nothing_else_can(case, random):
+    plan, (wanted,) = case
     arena = Arena(plan, sum(wanted) + 2)
     order = [index for index, n in enumerate(wanted) for _ in range(n)]
     random.shuffle(order)
-    placed = [0, 0, 0]
+    placed = [0] * len(wanted)
     for page, index in enumerate(order, 1):
-        one = [int(f == index) for f in range(3)]
+        one = [int(f == index) for f in range(len(wanted))]
         fits = some_split_holds(plan, tuple(a + b for a, b in zip(placed, one, strict=True)))
         assert arena.fits(one) == fits
         if fits:
@@ -84,36 +96,69 @@ def test_what_fits_can_be_placed_in_any_order_and_nothing_else_can(plan, wanted,
     assert (placed == list(wanted)) == plan.fits(wanted)
 
 
+def mix(plan: ArenaPlan, plain: int, small: int, guarded: int) -> tuple[int, ...]:
+    """Pages of each format; where the guarded ones go as far as all others, they are among the small ones."""
+    counts = [0] * len(plan.page_bytes)
+    counts[0], counts[plan.end] = plain, small
+    if plan.guard != plan.end:
+        counts[plan.guard] = guarded
+    return tuple(counts)
+
+
 @fixed
-@given(plans, st.integers(0, 20))
-def test_room_beside_plain_pages_is_exact(plan, plain):
-    room = plan.small_room(plain)
-    assume(plan.fits((plain, 0, 0)))
+@given(plans(), st.integers(0, 20), st.integers(0, 12))
+def test_room_beside_plain_and_guarded_pages_is_exact(plan, plain, guarded):
+    room = plan.small_room(plain, guarded)
+    assume(plan.fits(mix(plan, plain, 0, guarded)))
     assert room >= 0
-    assert plan.fits((plain, 0, room))
-    assert not plan.fits((plain, 0, room + 1))
+    assert plan.fits(mix(plan, plain, room, guarded))
+    assert not plan.fits(mix(plan, plain, room + 1, guarded))
 
 
 @fixed
-@given(plans, st.integers(0, 30))
-def test_room_beside_small_pages_is_exact(plan, small):
-    room = plan.plain_room(small)
-    assume(plan.fits((0, 0, small)))
+@given(plans(), st.integers(0, 30), st.integers(0, 12))
+def test_room_beside_small_and_guarded_pages_is_exact(plan, small, guarded):
+    room = plan.plain_room(small, guarded)
+    assume(plan.fits(mix(plan, 0, small, guarded)))
     assert room >= 0
-    assert plan.fits((room, 0, small))
-    assert not plan.fits((room + 1, 0, small))
+    assert plan.fits(mix(plan, room, small, guarded))
+    assert not plan.fits(mix(plan, room + 1, small, guarded))
 
 
 @fixed
-@given(plans, st.integers(0, 60))
-def test_room_is_negative_where_what_is_there_does_not_fit(plan, pages):
-    assert (plan.small_room(pages) < 0) == (not plan.fits((pages, 0, 0)))
-    assert (plan.plain_room(pages) < 0) == (not plan.fits((0, 0, pages)))
+@given(plans(), st.integers(0, 60), st.integers(0, 12))
+def test_room_is_negative_where_what_is_there_does_not_fit(plan, pages, guarded):
+    assert (plan.small_room(pages, guarded) < 0) == (not plan.fits(mix(plan, pages, 0, guarded)))
+    assert (plan.plain_room(pages, guarded) < 0) == (not plan.fits(mix(plan, 0, pages, guarded)))
+
+
+@settings(fixed, max_examples=60)
+@given(plans(), st.integers(0, 8), st.integers(0, 6), st.randoms(use_true_random=False))
+def test_what_is_promised_can_be_placed(plan, plain, guarded, random):
+    """Guarded pages and the pages that fit beside them, in an arena where many were placed and given back before."""
+    room = plan.small_room(plain, guarded)
+    assume(room >= 0)
+    counts = mix(plan, plain, room, guarded)
+    arena = Arena(plan, sum(counts) + plan.max_pages + 1)
+    crowd = list(range(sum(counts) + 1, sum(counts) + plan.max_pages + 1))
+    arena.allocate(torch.tensor(crowd), plan.end)
+    random.shuffle(crowd)
+    order = [index for index, n in enumerate(counts) for _ in range(n)]
+    random.shuffle(order)
+    for page, index in enumerate(order, 1):
+        while not arena.fits([int(f == index) for f in range(len(counts))]):
+            arena.release(torch.tensor([crowd.pop()]))
+        arena.allocate(torch.tensor([page]), index)
+    arena.check_integrity()
+    if crowd:
+        arena.release(torch.tensor(crowd))
+    assert tuple(arena.counts) == counts
 
 
 def test_max_pages_is_an_arena_of_the_smallest():
     plan = make_plan((2, 3, 7), 5)
-    assert plan.max_pages == 35 == plan.small_room(0)
+    assert plan.max_pages == 35 == plan.small_room(0, 0) == plan.small_room(0, 9)
+    assert plan.end == plan.guard == 2
     assert plan.arena_bytes == 5 * 128
     assert plan.fits((0, 0, 35))
     assert not plan.fits((0, 0, 36))
@@ -127,7 +172,13 @@ GEOMETRIES = [
     PageGeometry(2, 1, 80, 64, torch.float16),
     PageGeometry(3, 2, 256, 64, torch.bfloat16, (1,)),
 ]
-PAGE_BYTES = [make_ladder(g, "fp4").page_bytes for g in GEOMETRIES]
+CLASSES = (KeyClass("int4", 8), KeyClass("lloyd2", 16))
+LADDERS = [
+    make_ladder(g, "fp4", tail, classes=(CLASSES,) * (g.num_layers * g.num_kv_heads))
+    for g in GEOMETRIES
+    for tail in (None, "k8v4", *MERGE)
+]
+PAGE_BYTES = [ladder.page_bytes for ladder in LADDERS]
 
 
 @fixed
@@ -142,7 +193,8 @@ def test_a_plan_is_made_of_whole_pages(page_bytes, pages, part):
     assert plan.num_slabs >= 4
     # Less than a slab is left over.
     assert plan.arena_bytes <= arena_bytes < plan.arena_bytes + plan.slab_bytes + page_bytes[0]
-    assert plan.pages_per_slab[0] <= plan.pages_per_slab[1] <= plan.pages_per_slab[2]
+    assert list(plan.pages_per_slab) == sorted(plan.pages_per_slab)
+    assert plan.guard == plan.end == len(page_bytes) - 1
     assert plan.max_pages >= plan.num_slabs * plan.pages_per_slab[0]
 
 
@@ -153,8 +205,8 @@ def test_a_plan_wastes_little(page_bytes, pages):
 
     def kept(slab_pages: int) -> int:
         per_slab = packing(slab_pages * page_bytes[0], page_bytes)
-        slabs = max(pages // slab_pages - 3, 1)
-        return slabs * (per_slab[1] + per_slab[2])
+        slabs = max(pages // slab_pages - len(page_bytes), 1)
+        return slabs * sum(per_slab[1:])
 
     plan = plan_arena(pages * page_bytes[0], page_bytes)
     chosen = plan.pages_per_slab[0]
@@ -169,7 +221,7 @@ def test_more_bytes_keep_more_pages_beside_part_filled_slabs(page_bytes):
     before = 0
     for pages in range(4, 400):
         plan = plan_arena(pages * page_bytes[0], page_bytes)
-        kept = max(plan.num_slabs - 3, 1) * (plan.pages_per_slab[1] + plan.pages_per_slab[2])
+        kept = max(plan.num_slabs - len(page_bytes), 1) * sum(plan.pages_per_slab[1:])
         assert kept >= before
         before = kept
 
@@ -185,3 +237,11 @@ def test_an_arena_below_four_pages_is_refused(page_bytes):
     assert f"one page of tokens takes {page_bytes[0]} bytes and at least 4 are needed" in message
     assert message.endswith(f"Set --csa2-arena-size to {smallest} or more")
     assert "\n" not in message
+
+
+@pytest.mark.parametrize("ladder", LADDERS, ids=lambda ladder: ladder.names[-1])
+def test_a_plan_knows_how_far_first_pages_go(ladder):
+    plan = plan_arena(100 * ladder.page_bytes[0], ladder.page_bytes, ladder.guard)
+    assert plan.guard == ladder.guard
+    assert plan.end == ladder.end
+    assert (plan.guard == plan.end) == (ladder.names[-1] not in ("csa2-4x", "csa2-8x"))

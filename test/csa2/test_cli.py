@@ -127,7 +127,7 @@ def test_info_as_json(capsys):
 def test_info_as_text(capsys):
     assert main(["info"]) == 0
     text = capsys.readouterr().out
-    for line in ("versions:", "machine:", "options (defaults):", "  cuda", "  resolved_impl  reference"):
+    for line in ("versions:", "machine:", "options (defaults):", "  cuda", "  resolved_impl   reference"):
         assert line in text
     assert "server" not in text
 

@@ -2,10 +2,12 @@
 
 import msgspec
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from csa2.errors import Csa2Error, OptionError
+from csa2.formats import make_ladder
 from csa2.options import (
     CODE_FORMATS,
     IMPLS,
@@ -13,8 +15,10 @@ from csa2.options import (
     SERVED_IMPLS,
     SERVED_RATIOS,
     SHARED_FORMATS,
+    TAIL_FORMATS,
     CacheOptions,
 )
+from sgl_kernels.page_layout import KeyClass, PageGeometry
 
 MOST_TOKENS = 2**31 - 1
 
@@ -48,12 +52,51 @@ def test_everything_served_is_valid(ratio, impl, shared_format, kv_format):
     CacheOptions(ratio=ratio, impl=impl, shared_format=shared_format, kv_format=kv_format).validate()
 
 
+def test_what_is_served():
+    assert SERVED_RATIOS == ("1", "2", "4", "8")
+    assert set(RATIOS) - set(SERVED_RATIOS) == {"auto"}
+    assert {"k8v4", "tail"} <= set(SHARED_FORMATS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({}, None),
+        ({"ratio": "1"}, None),
+        ({"ratio": "2"}, "csa2-2x"),
+        ({"ratio": "4"}, "csa2-4x"),
+        ({"ratio": "8"}, "csa2-8x"),
+        ({"tail_format": "bf16"}, "bf16"),
+        ({"tail_format": "fp8"}, "fp8"),
+        ({"tail_format": "k8v4"}, "k8v4"),
+    ],
+)
+def test_what_old_pages_become(changes, name):
+    options = CacheOptions(**changes)
+    options.validate()
+    assert options.old_page_format == name
+    # Each of them is a rung of the ladder that is made from the same options.
+    geometry = PageGeometry(1, 1, 64, 64, torch.bfloat16)
+    classes = (KeyClass("int4", 24), KeyClass("lloyd2", 24))
+    ladder = make_ladder(geometry, options.kv_format, name, options.shared_format, (classes,))
+    assert ladder.names[ladder.tail] == (name or "fp4")
+
+
+@pytest.mark.parametrize("ratio", [ratio for ratio in SERVED_RATIOS if ratio != "1"])
+@pytest.mark.parametrize("tail", [tail for tail in TAIL_FORMATS if tail != "ratio"])
+def test_two_options_that_both_say_what_old_pages_become(tail, ratio):
+    message = refusal(tail_format=tail, ratio=ratio)
+    assert message.startswith(f"--csa2-tail-format {tail} and --csa2-ratio {ratio} both say")
+    assert "leave one of them out" in message
+
+
 @pytest.mark.parametrize(
     ("field", "option", "allowed"),
     [
         ("ratio", "--csa2-ratio", RATIOS),
         ("kv_format", "--csa2-kv-format", CODE_FORMATS),
         ("shared_format", "--csa2-shared-format", SHARED_FORMATS),
+        ("tail_format", "--csa2-tail-format", TAIL_FORMATS),
         ("impl", "--csa2-impl", IMPLS),
     ],
 )
@@ -67,7 +110,7 @@ def test_an_unknown_choice_lists_the_known_ones(field, option, allowed):
 def test_a_ratio_that_is_not_built_says_what_to_use(ratio):
     message = refusal(ratio=ratio)
     assert f"--csa2-ratio {ratio} is not available" in message
-    assert "Use --csa2-ratio" in message
+    assert message.endswith(f"Choose one of {', '.join(SERVED_RATIOS)}")
 
 
 @pytest.mark.parametrize("impl", [impl for impl in IMPLS if impl not in SERVED_IMPLS])
@@ -89,7 +132,7 @@ def test_an_arena_size_is_read_in_bytes():
 
 
 @pytest.mark.parametrize("value", [-1, MOST_TOKENS + 1])
-@pytest.mark.parametrize("name", ["hot", "warm"])
+@pytest.mark.parametrize("name", ["hot", "warm", "protect"])
 def test_windows_out_of_range_are_refused(name, value):
     windows = {"hot_tokens": 0, "warm_tokens": MOST_TOKENS, f"{name}_tokens": value}
     message = refusal(**windows)

@@ -1,13 +1,28 @@
 """The page store: roles, demotion under pressure, the codec in batches, and what is refused."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from page_stores import SIZE, assert_near, full_pages, make_store, read_page, some_tokens, write
+from page_stores import (
+    CODEC,
+    LADDERS,
+    SIZE,
+    SMALL,
+    Content,
+    assert_near,
+    assert_same,
+    full_pages,
+    make_store,
+    read_page,
+    some_tokens,
+    write,
+)
 from torch import Tensor
 
 from csa2.capacity import plan_arena
 from csa2.errors import IntegrityError
-from csa2.formats import FP8, PLAIN, SMALL, make_ladder
+from csa2.formats import FP8, PLAIN, make_ladder
 from csa2.residency import PageFacts
 from csa2.store import CODEC_BATCH_PAGES, PageStore
 from sgl_kernels.page_layout import PageGeometry
@@ -22,7 +37,6 @@ def no_pages() -> Tensor:
 @pytest.mark.parametrize("index", [FP8, SMALL])
 def test_a_sealed_page_reads_back_within_the_bound_of_its_format(index):
     store = make_store()
-    store.shared_format = FP8
     contents = full_pages(store, [3, 9])
     store.facts.hits[torch.tensor([3, 9])] = 1 if index == FP8 else 0
     assert store.seal(torch.tensor([9, 3])) == 2
@@ -31,21 +45,30 @@ def test_a_sealed_page_reads_back_within_the_bound_of_its_format(index):
         assert_near(store, content, read_page(store, page), index)
 
 
-def test_pages_of_all_formats_are_read_together():
-    store = make_store()
-    contents = full_pages(store, [1, 2, 3, 4])
-    store.facts.hits[2], store.facts.first[4] = 1, True
-    store.seal(torch.tensor([2, 3, 4]))
-    assert store.arena.formats[1:5].tolist() == [PLAIN, FP8, SMALL, PLAIN]
-    keys, values = store.read(torch.tensor([4, 3, 2, 1]))
-    assert keys.shape == values.shape == (4, 2, 1, SIZE, 32)
-    for row, page in enumerate((4, 3, 2, 1)):
-        index = int(store.arena.formats[page])
-        got = torch.stack((keys[row], values[row])).double()
-        if index == PLAIN:
-            assert torch.equal(got, contents[page - 1])
-        else:
-            assert_near(store, contents[page - 1], got, index)
+@pytest.mark.parametrize("tail", LADDERS)
+def test_pages_of_one_format_are_read_together(tail):
+    """In the order asked for, and as each alone."""
+    ladder = LADDERS[tail]
+    store = make_store(num_slabs=12, ladder=ladder)
+    for index in range(len(ladder.layouts)):
+        pages = [3 * index + 1, 3 * index + 2]
+        contents = full_pages(store, pages)
+        store.ladder = replace(ladder, tail=index)
+        assert store.seal(no_pages(), torch.tensor(pages)) == (2 if index else 0)
+        entries = store.read(torch.tensor(pages[::-1]))
+        layout = ladder.layouts[index]
+        assert entries.keys.shape == entries.values.shape == (2, 2, layout.entries, 32)
+        assert (entries.bias is None) == (not layout.is_merged)
+        for row, page in enumerate(pages[::-1]):
+            bias = None if entries.bias is None else entries.bias[row].double()
+            got = Content(torch.stack((entries.keys[row], entries.values[row])).double(), bias)
+            if index == PLAIN:
+                assert_same(contents[1 - row], got)
+            else:
+                assert_near(store, contents[1 - row], got, index)
+                alone = read_page(store, page)
+                # Products of another shape may be added up in another order.
+                assert torch.allclose(got.entries, alone.entries, rtol=1e-5, atol=1e-4)
 
 
 def test_open_pages_are_not_sealed():
@@ -87,7 +110,7 @@ def test_pages_that_find_no_room_stay_plain():
     content = read_page(store, 1)
     assert store.seal(torch.tensor([1])) == 0
     assert int(store.arena.formats[1]) == PLAIN
-    assert torch.equal(read_page(store, 1), content)
+    assert_same(read_page(store, 1), content)
     assert not store.make_room(1, no_pages)
     store.check_integrity()
 
@@ -139,6 +162,55 @@ def test_fp8_pages_go_to_4_bits_from_what_they_hold():
         assert_near(store, second, read_page(store, page), SMALL)
 
 
+@pytest.mark.parametrize("tail", ["csa2-2x", "csa2-4x", "csa2-8x"])
+def test_pages_behind_the_warm_window_go_to_the_tail(tail):
+    """From what they hold by then, each by its role."""
+    ladder = LADDERS[tail]
+    store = make_store(num_slabs=8, ladder=ladder)
+    contents = full_pages(store, [1, 2, 3, 4, 5])
+    store.facts.hits[3], store.facts.first[4] = 1, True
+    assert store.seal(torch.tensor([1, 2, 3, 4]), torch.tensor([2, 5])) == 4
+    assert store.arena.formats[1:6].tolist() == [ladder.warm, ladder.tail, FP8, PLAIN, ladder.tail]
+    for page in (1, 2, 3, 5):
+        assert_near(store, contents[page - 1], read_page(store, page), int(store.arena.formats[page]))
+    warm = read_page(store, 1)
+    assert store.seal(torch.tensor([1, 2, 3]), torch.tensor([1, 2, 3, 4])) == 1
+    assert store.arena.formats[1:5].tolist() == [ladder.tail, ladder.tail, FP8, PLAIN]
+    assert_near(store, warm, read_page(store, 1), ladder.tail)
+    store.check_integrity()
+
+
+def test_a_page_that_became_smaller_keeps_what_it_has():
+    """Bytes do not come back: neither its role nor a second seal makes a page larger."""
+    store = make_store(num_slabs=8, ladder=LADDERS["csa2-4x"])
+    full_pages(store, [1, 2])
+    store.seal(no_pages(), torch.tensor([1, 2]))
+    store.facts.hits[1], store.facts.first[2] = 1, True
+    held = [read_page(store, page) for page in (1, 2)]
+    assert store.seal(torch.tensor([1, 2]), torch.tensor([1, 2])) == 0
+    for page, before in zip((1, 2), held, strict=True):
+        assert_same(before, read_page(store, page))
+
+
+@pytest.mark.parametrize("tail", LADDERS)
+def test_pressure_stops_at_the_guard_for_first_pages_and_at_the_end_for_others(tail):
+    ladder = LADDERS[tail]
+    store = make_store(num_slabs=5, ladder=ladder)
+    contents = full_pages(store, list(range(1, 9)))
+    store.facts.first[torch.tensor([1, 5])] = True
+    store.facts.hits[torch.tensor([5, 6])] = 1
+    assert store.guarded_pages == (2 if ladder.guard != ladder.end else 0)
+    assert not store.make_room(11, lambda: torch.tensor([1, 2, 3]))
+    # As far as it gets: everything at the end, or what needs no more slabs.
+    goal = [ladder.guard, ladder.end, ladder.end, ladder.end] * 2
+    assert store.arena.formats[1:9].tolist() == goal
+    for page in range(1, 9):
+        assert_near(store, contents[page - 1], read_page(store, page), goal[page - 1])
+    store.unmap_pages(torch.tensor([1, 2]))
+    assert store.guarded_pages == (1 if ladder.guard != ladder.end else 0)
+    store.check_integrity()
+
+
 def test_cold_pages_are_full_plain_and_old():
     store = make_store()
     full_pages(store, [1, 2, 3, 4])
@@ -168,7 +240,7 @@ def test_mapping_notes_the_time_and_forgets_the_former_owner():
 def test_nan_of_a_former_owner_does_not_reach_a_partly_written_page():
     """Stale NaN times a zero weight is NaN: a page is read as a whole, so it must be mapped clean."""
     ladder = make_ladder(PageGeometry(2, 1, 32, 64, torch.bfloat16, (1,)), "fp4")
-    store = PageStore(ladder, plan_arena(8 * ladder.page_bytes[0], ladder.page_bytes), 10)
+    store = PageStore(ladder, plan_arena(8 * ladder.page_bytes[0], ladder.page_bytes), 10, CODEC)
     store.arena.buffer[: store.arena.plan.arena_bytes] = 0xFF
     store.map_pages(torch.arange(1, 9))
     store.arena.write_pages(PLAIN, torch.arange(1, 9), torch.full((8, ladder.page_bytes[0]), 0xFF, dtype=torch.uint8))
@@ -180,7 +252,7 @@ def test_nan_of_a_former_owner_does_not_reach_a_partly_written_page():
     plan = plan_pages(torch.tensor([[4]]), torch.tensor([3]), arena.formats, arena.offsets, ladder.layouts, 64)
     query = torch.randn(1, 2, 32, generator=torch.Generator().manual_seed(0))
     for layer in (0, 1):
-        out = decode(query, arena.buffer, plan, layer, 1.0, store.basis)
+        out = decode(query, arena.buffer, plan, layer, 1.0, store.codec.bases)
         keys, values = tokens[:, 0, layer, 0].float(), tokens[:, 1, layer, 0].float()
         assert torch.allclose(out[0], torch.softmax(query[0] @ keys.T, -1) @ values, rtol=1e-4, atol=1e-5)
 

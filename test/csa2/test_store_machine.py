@@ -1,17 +1,29 @@
 """The page store against a dictionary: whatever is written, sealed, demoted and given back."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from page_stores import SIZE, assert_near, make_store, raw, read_page, some_tokens, write
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from page_stores import (
+    LADDERS,
+    SIZE,
+    Content,
+    assert_near,
+    assert_same,
+    entries_of,
+    make_store,
+    raw,
+    read_page,
+    some_tokens,
+    write,
+)
 from torch import Tensor
 
 from csa2.errors import ArenaFullError, IntegrityError
-from csa2.formats import FP8, PLAIN, SMALL, UNMAPPED
+from csa2.formats import PLAIN, UNMAPPED, FormatLadder
 from csa2.residency import demotion_steps
 
 
@@ -21,7 +33,7 @@ class Page:
 
     format: int
     written: int
-    content: Tensor
+    content: Content
     """As last written or read."""
     bytes: Tensor
 
@@ -29,9 +41,11 @@ class Page:
 class StoreMachine(RuleBasedStateMachine):
     """Pages are written, sealed, demoted and given back; after each step nothing has changed that must not."""
 
+    LADDER: FormatLadder
+
     def __init__(self) -> None:
         super().__init__()
-        self.store = make_store()
+        self.store = make_store(ladder=self.LADDER)
         self.pages: dict[int, Page] = {}
         self.demotions = dict.fromkeys(self.store.demotions_total, 0)
         self.seed = 0
@@ -46,18 +60,39 @@ class StoreMachine(RuleBasedStateMachine):
             return known
         return data.draw(st.lists(st.sampled_from(known), unique=True))
 
+    def plain(self, n: int) -> list[int]:
+        """`n` plain pages and none of the others."""
+        return [n, *[0] * self.LADDER.end]
+
+    def draw_roles(self, data) -> None:
+        """Formats of shared and of old pages: any that an option can name."""
+        formats = range(self.LADDER.end + 1)
+        shared = data.draw(st.sampled_from([None, *formats]), label="shared")
+        tail = data.draw(st.sampled_from([*formats, self.LADDER.end]), label="tail")
+        self.store.ladder = replace(self.LADDER, shared=shared, tail=tail)
+
+    def role(self, page: int, *, old: bool) -> int:
+        """The format of a sealed page, as the rules say it."""
+        ladder, facts = self.store.ladder, self.store.facts
+        if facts.first[page]:
+            return PLAIN
+        if facts.hits[page] > 0 and ladder.shared is not None:
+            return ladder.shared
+        return ladder.tail if old or ladder.tail < ladder.warm else ladder.warm
+
     def full(self) -> list[int]:
         return [page for page, known in self.pages.items() if known.written == SIZE]
 
     def map_some(self, pages: list[int]) -> None:
         self.store.map_pages(torch.tensor(pages, dtype=torch.int64))
         for page in pages:
-            nothing = torch.zeros(2, 2, 1, SIZE, 32, dtype=torch.float64)
-            self.pages[page] = Page(PLAIN, 0, nothing, raw(self.store, page))
+            nothing = torch.zeros(2, 2, SIZE, 32, dtype=torch.float64)
+            self.pages[page] = Page(PLAIN, 0, Content(nothing), raw(self.store, page))
             assert not self.pages[page].bytes.any()
 
     def note_changes(self, may_change: list[int]) -> None:
-        """Compare every page with what is known; only full pages of `may_change` may have gone down the ladder."""
+        """Compare every page with what is known; only full pages of `may_change` may have gone down the ladder, and the
+        first ones of a sequence no further than they are guarded."""
         names = self.store.ladder.names
         for page, known in self.pages.items():
             index = int(self.store.arena.formats[page])
@@ -67,6 +102,7 @@ class StoreMachine(RuleBasedStateMachine):
             assert page in may_change
             assert known.written == SIZE
             assert index > known.format
+            assert index <= self.LADDER.guard or not self.store.facts.first[page]
             content = read_page(self.store, page)
             assert_near(self.store, known.content, content, index)
             self.demotions[f"{names[known.format]}->{names[index]}"] += 1
@@ -75,7 +111,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(data=st.data(), n=st.integers(1, 6))
     def map(self, data, n):
         pages = data.draw(st.permutations(self.free()))[:n]
-        if self.store.arena.fits([len(pages), 0, 0]):
+        if self.store.arena.fits(self.plain(len(pages))):
             self.map_some(pages)
         else:
             with pytest.raises(ArenaFullError):
@@ -88,10 +124,10 @@ class StoreMachine(RuleBasedStateMachine):
         self.seed += 1
         tokens = some_tokens(n, self.seed)
         write(self.store, page, known.written, tokens)
-        known.content[:, :, :, known.written : known.written + n] = tokens.permute(1, 2, 3, 0, 4)
+        known.content.entries[:, :, known.written : known.written + n] = entries_of(tokens)
         known.written += n
         known.bytes = raw(self.store, page)
-        assert torch.equal(read_page(self.store, page), known.content)
+        assert_same(read_page(self.store, page), known.content)
 
     @rule(data=st.data(), n=st.integers(1, SIZE))
     @precondition(lambda self: any(known.written < SIZE for known in self.pages.values()))
@@ -103,7 +139,7 @@ class StoreMachine(RuleBasedStateMachine):
     def prefill(self, n, last):
         """Map and fill as many of `n` pages as fit, the last one with `last` tokens."""
         pages = self.free()[:n]
-        while not self.store.arena.fits([len(pages), 0, 0]):
+        while not self.store.arena.fits(self.plain(len(pages))):
             pages.pop()
         self.map_some(pages)
         for page in pages:
@@ -130,54 +166,57 @@ class StoreMachine(RuleBasedStateMachine):
         self.store.clock += 1
         self.store.touch(pages)
 
-    @rule(data=st.data(), shared=st.sampled_from([PLAIN, FP8, SMALL]))
+    @rule(data=st.data())
     @precondition(lambda self: self.pages)
-    def seal(self, data, shared):
-        self.store.shared_format = shared
-        chosen = self.some_pages(data)
-        hits, first = self.store.facts.hits, self.store.facts.first
-        goal = {
-            page: PLAIN if first[page] else shared if hits[page] > 0 else SMALL
-            for page in chosen
-            if self.pages[page].format == PLAIN and self.pages[page].written == SIZE
-        }
-        before = sum(self.demotions.values())
-        sealed = self.store.seal(torch.tensor([*chosen, *chosen[:2]], dtype=torch.int64))
+    def seal(self, data):
+        self.draw_roles(data)
+        chosen, old = self.some_pages(data), data.draw(st.lists(st.sampled_from(sorted(self.pages)), unique=True))
+        goal = {page: self.role(page, old=page in old) for page in {*chosen, *old} & {*self.full()}}
+        goal = {page: index for page, index in goal.items() if index > self.pages[page].format}
+        before = {page: self.pages[page].format for page in goal}
+        count = sum(self.demotions.values())
+        sealed = self.store.seal(
+            torch.tensor([*chosen, *chosen[:2]], dtype=torch.int64), torch.tensor(old, dtype=torch.int64)
+        )
         self.note_changes(list(goal))
-        assert sum(self.demotions.values()) - before == sealed
+        assert sum(self.demotions.values()) - count == sealed
         for page, index in goal.items():
             # To the format of its role or, for want of room, nowhere.
-            assert self.pages[page].format in (PLAIN, index)
+            assert self.pages[page].format in (before[page], index)
 
-    @rule(data=st.data(), n=st.sampled_from([0, 1, 1, 2, 2, 3, 4, 6, 11]), shared=st.sampled_from([PLAIN, FP8, SMALL]))
-    def make_room(self, data, n, shared):
-        self.store.shared_format = shared
+    @rule(data=st.data(), n=st.sampled_from([0, 1, 1, 2, 2, 3, 4, 6, 11]), spare_hot=st.booleans())
+    def make_room(self, data, n, spare_hot):
+        self.draw_roles(data)
         hot = torch.tensor(self.some_pages(data), dtype=torch.int64)
-        steps = demotion_steps(self.store.facts, self.store.arena.formats, hot, SIZE, shared)
-        before = list(self.store.arena.counts)
+        store, plan = self.store, self.store.arena.plan
+        steps = demotion_steps(store.facts, store.arena.formats, hot, SIZE, store.ladder, spare_hot=spare_hot)
+        before = list(store.arena.counts)
         counts, wanted = list(before), {}
-        fits = enough = self.store.arena.plan.fits([counts[0] + n, *counts[1:]])
+        fits = enough = plan.fits([counts[0] + n, *counts[1:]])
         for page, source, target in zip(*(x.tolist() for x in (steps.pages, steps.source, steps.target)), strict=True):
             if enough:
                 break
             counts[source] -= 1
             counts[target] += 1
             wanted[page] = target
-            enough = self.store.arena.plan.fits([counts[0] + n, *counts[1:]])
+            enough = plan.fits([counts[0] + n, *counts[1:]])
         asked = []
-        assert self.store.make_room(n, lambda: asked.append(1) or hot) == enough
+        assert store.make_room(n, lambda: asked.append(1) or hot, spare_hot=spare_hot) == enough
         assert len(asked) == (not fits)
+        if spare_hot:
+            hot_and_plain = [page for page in hot.tolist() if self.pages[page].format == PLAIN]
+            self.note_changes([page for page in self.full() if page not in hot_and_plain])
         self.note_changes(self.full())
         if enough:
             # As few steps as it takes, in their order.
             assert all(self.pages[page].format == target for page, target in wanted.items())
-            assert self.demotions == self.store.demotions_total
+            assert self.demotions == store.demotions_total
             if n <= len(self.free()):
                 self.map_some(self.free()[:n])
                 self.note_changes([])
         else:
             # Falling short never leaves less room than there was.
-            plan, now = self.store.arena.plan, self.store.arena.counts
+            now = store.arena.counts
             assert plan.slabs_needed([now[0] + n, *now[1:]]) <= plan.slabs_needed([before[0] + n, *before[1:]])
 
     @rule(data=st.data())
@@ -202,11 +241,18 @@ class StoreMachine(RuleBasedStateMachine):
         assert store.mapped_pages == len(self.pages)
         assert store.open_pages == sum(known.written < SIZE for known in self.pages.values())
         assert store.demotions_total == self.demotions
+        guarded = [page for page in self.pages if store.facts.first[page]]
+        assert store.guarded_pages == (len(guarded) if self.LADDER.guard < self.LADDER.end else 0)
         for page in range(1, 24):
             known = self.pages.get(page)
             assert int(store.arena.formats[page]) == (known.format if known else UNMAPPED)
             assert int(store.facts.written[page]) == (known.written if known else 0)
 
 
-TestStoreMachine = StoreMachine.TestCase
-TestStoreMachine.settings = settings(derandomize=True, deadline=None, max_examples=60, stateful_step_count=30)
+@pytest.mark.parametrize(
+    ("tail", "examples"), [("fp4", 40), ("k8v4", 15), ("csa2-2x", 15), ("csa2-4x", 30), ("csa2-8x", 30)]
+)
+def test_the_store_does_what_the_dictionary_says(tail, examples):
+    machine = type("Machine", (StoreMachine,), {"LADDER": LADDERS[tail]})
+    fixed = settings(derandomize=True, deadline=None, max_examples=examples, stateful_step_count=30)
+    run_state_machine_as_test(machine, settings=fixed)

@@ -6,11 +6,12 @@ import torch
 from codec_bounds import open_by_the_letter
 from torch import Tensor
 
+from csa2.codec.codec import make_codec
 from csa2.formats import make_ladder
 from csa2.options import PAGE_SIZE
-from sgl_kernels.basis import orthonormal_basis
-from sgl_kernels.page_codec.reference import seal_pages
+from sgl_kernels.page_codec.reference import Entries
 from sgl_kernels.page_layout import PageGeometry
+from sglang_csa2.model import rotation_of
 
 
 class CacheRewriter:
@@ -26,8 +27,10 @@ class CacheRewriter:
             self.pool.dtype,
             identity_layers,
         )
-        self.layouts = {layout.name: layout for layout in make_ladder(geometry, "fp4").layouts}
-        self.basis = orthonormal_basis(self.pool.head_dim)
+        rotation = rotation_of(scheduler.tp_worker.model_runner.model, self.pool.head_dim)
+        self.codec, classes = make_codec(geometry, rotation)
+        # Merged pages have fewer entries than the rows of SGLang's cache.
+        self.layouts = {layout.name: layout for layout in make_ladder(geometry, "fp4", "csa2-2x", "fp8", classes).layouts}
         self.done: set[int] = set()
 
     def rewrite(self, pages: Tensor, formats: list[str]) -> None:
@@ -38,12 +41,12 @@ class CacheRewriter:
                 continue
             self.done.add(page)
             rows = slice(page * PAGE_SIZE, (page + 1) * PAGE_SIZE)
-            keys = torch.stack([k[rows].transpose(0, 1) for k in self.pool.k_buffer])[None]
-            values = torch.stack([v[rows].transpose(0, 1) for v in self.pool.v_buffer])[None]
-            keys, values = open_by_the_letter(seal_pages(keys, values, layout, self.basis), layout, self.basis)
-            for layer, (k, v) in enumerate(zip(self.pool.k_buffer, self.pool.v_buffer, strict=True)):
-                k[rows] = keys[0, layer].transpose(0, 1).to(k.dtype)
-                v[rows] = values[0, layer].transpose(0, 1).to(v.dtype)
+            keys = torch.cat([k[rows].transpose(0, 1) for k in self.pool.k_buffer])[None]
+            values = torch.cat([v[rows].transpose(0, 1) for v in self.pool.v_buffer])[None]
+            opened = open_by_the_letter(self.codec.seal(Entries(keys, values, None), layout), layout, self.codec.bases)
+            for buffers, entries in ((self.pool.k_buffer, opened.keys), (self.pool.v_buffer, opened.values)):
+                for buffer, heads in zip(buffers, entries[0].split(self.pool.head_num), strict=True):
+                    buffer[rows] = heads.transpose(0, 1).to(buffer.dtype)
 
     def forget_freed(self, scheduler: Any) -> None:
         """A page that changes hands is plain again."""

@@ -1,40 +1,81 @@
-"""Pages that break naive codecs, in a model with a flat and an identity layer."""
+"""Pages that break naive codecs, in every format, in a model with a flat and an identity layer."""
 
 import torch
 from torch import Tensor
 
 from sgl_kernels.basis import orthonormal_basis
-from sgl_kernels.page_codec.reference import open_pages, seal_pages
-from sgl_kernels.page_layout import PageGeometry, PageLayout, coded_layout
+from sgl_kernels.page_codec.reference import CodecBases, Entries, open_pages, seal_pages
+from sgl_kernels.page_layout import KeyClass, PageGeometry, PageLayout, coded_layout, reduced_layout
 
-FORMATS = {"fp8": "e4m3", "fp4": "e2m1", "int4": "int4"}
+CODED = {"fp8": ("e4m3", "e4m3"), "k8v4": ("e4m3", "e2m1"), "fp4": ("e2m1", "e2m1"), "int4": ("int4", "int4")}
+REDUCED = {"csa2-2x": 1, "csa2-4x": 2, "csa2-8x": 4}
+"""Tokens to an entry."""
+FORMATS = (*CODED, *REDUCED)
+EXACT_ZERO = ("fp8", "k8v4", "fp4", "int4")
+"""Formats whose codes have a zero."""
 DIMS = [32, 64, 80, 96, 100, 112, 128, 256]
+PAGE_SIZES = [32, 64, 128]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 FLAT, IDENTITY = 0, 1
 
 
-def geometry(dim: int, heads: int = 1, dtype: torch.dtype = torch.bfloat16) -> PageGeometry:
+def geometry(dim: int, heads: int = 1, dtype: torch.dtype = torch.bfloat16, size: int = 64) -> PageGeometry:
     """Two layers: layer 0 flat, layer 1 in the identity basis."""
-    return PageGeometry(2, heads, dim, 64, dtype, (IDENTITY,))
+    return PageGeometry(2, heads, dim, size, dtype, (IDENTITY,))
+
+
+def classes_of(g: PageGeometry) -> tuple[tuple[KeyClass, ...], ...]:
+    """Key classes of each head: in turn two kinds, one kind, and three that are no multiple of anything."""
+    eighth = g.head_dim // 8
+    kinds = (
+        (KeyClass("int4", 3 * eighth), KeyClass("lloyd2", 3 * eighth)),
+        (KeyClass("lloyd2", g.head_dim),),
+        (KeyClass("e4m3", 1), KeyClass("e2m1", eighth + 1), KeyClass("lloyd2", 2 * eighth + 3)),
+    )
+    heads = range(g.num_layers * g.num_kv_heads)
+    return tuple(() if h // g.num_kv_heads in g.identity_layers else kinds[h % 3] for h in heads)
 
 
 def layout_of(name: str, g: PageGeometry) -> PageLayout:
-    return coded_layout(name, FORMATS[name], g)
+    if name in CODED:
+        return coded_layout(name, *CODED[name], g)
+    return reduced_layout(name, classes_of(g), "lloyd2", REDUCED[name], g)
 
 
-def normal(g: PageGeometry, n: int, seed: int = 0) -> Tensor:
-    shape = (n, g.num_layers, g.num_kv_heads, g.page_size, g.head_dim)
+def bases_of(g: PageGeometry, seed: int = 0) -> CodecBases:
+    """The flat basis, and for the reduced formats any columns that are orthonormal, different in each head."""
+    heads = g.num_layers * g.num_kv_heads
+    random = torch.randn(heads, g.head_dim, g.head_dim, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return CodecBases(orthonormal_basis(g.head_dim), torch.linalg.qr(random).Q.float())
+
+
+def normal(layout: PageLayout, n: int, seed: int = 0) -> Tensor:
+    """(N, L x G, E, D) fp32."""
+    g = layout.geometry
+    shape = (n, g.num_layers * g.num_kv_heads, layout.entries, g.head_dim)
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def hard_pages(g: PageGeometry, seed: int = 0) -> dict[str, Tensor]:
-    """One page of each kind that breaks naive codecs, (L, G, S, D) in the model dtype."""
-    base = normal(g, 1, seed)[0]
+def biases(layout: PageLayout, n: int, seed: int = 0) -> Tensor | None:
+    """(N, L x G, E) of a merged layout, sometimes more than it can hold."""
+    if not layout.is_merged:
+        return None
+    shape = (n, len(layout.heads), layout.entries)
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed)).square() * 17
+
+
+def entries_of(keys: Tensor, values: Tensor, layout: PageLayout) -> Entries:
+    return Entries(keys, values, biases(layout, keys.shape[0]))
+
+
+def hard_pages(layout: PageLayout, seed: int = 0) -> dict[str, Tensor]:
+    """One page of each kind that breaks naive codecs, (L x G, E, D) in the model dtype."""
+    base = normal(layout, 1, seed)[0]
     channel, token, both = base.clone(), base.clone(), base + 3
     channel[..., 3] *= 1000
     token[..., 5, :] *= 1000
     both[..., 7] += 40
-    both[..., 9, :] *= 20
+    both[..., 6, :] *= 20
     pages = {
         "normal": base,
         "zeros": torch.zeros_like(base),
@@ -46,12 +87,24 @@ def hard_pages(g: PageGeometry, seed: int = 0) -> dict[str, Tensor]:
         "large": base * 1e4,
         "one nonzero value": torch.zeros_like(base).index_fill_(-1, torch.tensor([4]), 2.5) * (base == base.max()),
     }
-    return {name: page.to(g.dtype) for name, page in pages.items()}
+    return {name: page.to(layout.geometry.dtype) for name, page in pages.items()}
+
+
+def hard_entries(layout: PageLayout, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Keys and values (N, L x G, E, D) of all hard pages, different ones beside each other."""
+    keys, values = (torch.stack(list(hard_pages(layout, seed + i).values())) for i in (0, 1))
+    return keys, values.roll(1, 0)
+
+
+def in_layer(x: Tensor, layout: PageLayout, layer: int) -> Tensor:
+    """(N, G, ...) of x (N, L x G, ...)."""
+    g = layout.geometry.num_kv_heads
+    return x[:, layer * g : (layer + 1) * g]
 
 
 def sealed_and_opened(keys: Tensor, values: Tensor, layout: PageLayout) -> tuple[Tensor, Tensor, Tensor]:
     """Packed bytes, then keys and values that came back, float64."""
-    basis = orthonormal_basis(layout.geometry.head_dim)
-    packed = seal_pages(keys, values, layout, basis)
-    k, v = open_pages(packed, layout, basis)
-    return packed, k.double(), v.double()
+    bases = bases_of(layout.geometry)
+    packed = seal_pages(entries_of(keys, values, layout), layout, bases)
+    opened = open_pages(packed, layout, bases)
+    return packed, opened.keys.double(), opened.values.double()

@@ -3,35 +3,39 @@
 import math
 from dataclasses import dataclass, field, fields
 
-import numpy as np
 import torch
-from codec_bounds import E4M3_VALUES, U16, U32, open_by_the_letter
+from codec_bounds import U16, U32, open_by_the_letter
+from hard_pages import FORMATS, bases_of, biases, layout_of
 from torch import Tensor
 
-from sgl_kernels.basis import orthonormal_basis
-from sgl_kernels.page_codec.reference import seal_pages
-from sgl_kernels.page_layout import PageGeometry, PageLayout, coded_layout, plain_layout
+from sgl_kernels.page_codec.reference import CodecBases, Entries, seal_pages
+from sgl_kernels.page_layout import PageGeometry, PageLayout, plain_layout
 from sgl_kernels.paged_attention.plan import PagePlan, plan_pages
 
 FLAT, IDENTITY = 0, 1
 LAYERS = [FLAT, IDENTITY]
-LENGTHS = [1, 63, 64, 65, 127, 128, 129]
+PLAIN = "plain"
+ALL_FORMATS = (PLAIN, *FORMATS)
+LENGTHS = [1, 63, 64, 65, 127, 128, 129, 513]
+"""Around page borders, and one of a page in each format and a token."""
+MIXED = 9 * 64 + 1
+"""A prefix with a page of each format."""
 UNIT = {torch.float32: U32, torch.float16: 2.0**-11, torch.bfloat16: U16}
-# head_dim, KV heads, query heads per KV head, dtype of the model, 4-bit codes
+# head_dim, KV heads, query heads per KV head, dtype of the model
 SHAPES = [
-    (32, 1, 1, torch.float32, "fp4"),
-    (32, 2, 3, torch.bfloat16, "int4"),
-    (64, 3, 3, torch.bfloat16, "fp4"),
-    (64, 1, 8, torch.float16, "int4"),
-    (64, 2, 7, torch.float32, "fp4"),
-    (80, 3, 1, torch.bfloat16, "fp4"),
-    (80, 1, 5, torch.float32, "int4"),
-    (96, 2, 4, torch.float16, "fp4"),
-    (100, 1, 6, torch.bfloat16, "int4"),
-    (112, 1, 2, torch.float32, "fp4"),
-    (128, 2, 4, torch.bfloat16, "int4"),
-    (128, 1, 7, torch.float32, "fp4"),
-    (256, 1, 3, torch.bfloat16, "fp4"),
+    (32, 1, 1, torch.float32),
+    (32, 2, 3, torch.bfloat16),
+    (64, 3, 3, torch.bfloat16),
+    (64, 1, 8, torch.float16),
+    (64, 2, 7, torch.float32),
+    (80, 3, 1, torch.bfloat16),
+    (80, 1, 5, torch.float32),
+    (96, 2, 4, torch.float16),
+    (100, 1, 6, torch.bfloat16),
+    (112, 1, 2, torch.float32),
+    (128, 2, 4, torch.bfloat16),
+    (128, 1, 7, torch.float32),
+    (256, 1, 3, torch.bfloat16),
 ]
 
 
@@ -46,21 +50,30 @@ class Held:
 
     keys: Tensor
     values: Tensor
+    bias: Tensor
+    """(L, G, n) in nat."""
     key_terms: Tensor
     """Size of the terms that add up to a key in the basis in which it is stored: |code s| + |mean| <= |k'| + 2 |mean|."""
     value_terms: Tensor
     coded: Tensor
-    """(n,) bool."""
+    """(L, G, n) bool."""
+    folded: Tensor
+    """(L, G, n) bool: keys are in the flat basis."""
 
     def followed_by(self, other: "Held") -> "Held":
-        parts = {f.name: (getattr(self, f.name), getattr(other, f.name)) for f in fields(self)}
-        return Held(**{name: torch.cat(pair, 0 if name == "coded" else 2) for name, pair in parts.items()})
+        pairs = {f.name: (getattr(self, f.name), getattr(other, f.name)) for f in fields(self)}
+        return Held(**{name: torch.cat(pair, 2) for name, pair in pairs.items()})
+
+    def between(self, start: int, end: int) -> "Held":
+        """Entries start..end - 1."""
+        return Held(*(getattr(self, f.name)[:, :, start:end] for f in fields(self)))
 
 
 def as_written(keys: Tensor, values: Tensor) -> Held:
     """Entries stored as they are; keys and values (L, G, n, D)."""
     k, v = keys.double(), values.double()
-    return Held(k, v, k.abs(), v.abs(), torch.zeros(k.shape[2], dtype=torch.bool))
+    no = torch.zeros(k.shape[:-1], dtype=torch.bool)
+    return Held(k, v, no.double(), k.abs(), v.abs(), no, no)
 
 
 @dataclass
@@ -75,7 +88,7 @@ class Scene:
     offsets: Tensor
     table: Tensor
     lengths: Tensor
-    basis: Tensor
+    bases: CodecBases
     held: list[Held] = field(default_factory=list)
 
     @property
@@ -95,24 +108,28 @@ class Scene:
 
 
 def make_scene(
-    lengths: list[int], shape: tuple, *, only: int | None = None, rubbish: int = 0xFF, tail: int = 0, seed: int = 0
+    lengths: list[int],
+    shape: tuple,
+    *,
+    only: str | None = None,
+    rubbish: int = 0xFF,
+    tail: int = 0,
+    seed: int = 0,
+    size: int = 64,
 ) -> Scene:
-    """Pages of every format in turn, last partial pages plain.
+    """Full pages of every format in turn, last partial pages plain.
 
     Args:
         only: the format of all full pages.
         rubbish: byte in every place that no page holds; 0xFF is NaN in every dtype and in E4M3.
         tail: byte behind the last token of a partial page; the store maps pages zeroed.
+        size: tokens of a page.
     """
-    dim, groups, repeat, dtype, small = shape
-    geometry = PageGeometry(2, groups, dim, 64, dtype, (IDENTITY,))
-    layouts = (
-        plain_layout("plain", geometry),
-        coded_layout("fp8", "e4m3", geometry),
-        coded_layout(small, {"fp4": "e2m1", "int4": "int4"}[small], geometry),
-    )
+    dim, groups, repeat, dtype = shape
+    geometry = PageGeometry(2, groups, dim, size, dtype, (IDENTITY,))
+    layouts = (plain_layout(PLAIN, geometry), *(layout_of(name, geometry) for name in FORMATS))
     random = torch.Generator().manual_seed(seed)
-    used = [-(-length // 64) for length in lengths]
+    used = [-(-length // size) for length in lengths]
     num_pages = sum(used) + 3
     plain_bytes = layouts[0].page_bytes
     arena = torch.full((num_pages * plain_bytes,), rubbish, dtype=torch.uint8)
@@ -127,17 +144,18 @@ def make_scene(
         torch.arange(num_pages) * plain_bytes,
         torch.zeros(len(lengths), max(*used, 1), dtype=torch.int64),
         torch.tensor(lengths),
-        orthonormal_basis(dim),
+        bases_of(geometry, seed),
     )
-    taken = 0
+    taken = full = 0
     empty = torch.empty(2, groups, 0, dim)
     for request, length in enumerate(lengths):
         held = as_written(empty, empty)
         for depth in range(used[request]):
             page, taken = int(order[taken]), taken + 1
             scene.table[request, depth] = page
-            valid = min(64, length - depth * 64)
-            index = (taken % 3 if only is None else only) if valid == 64 else 0
+            valid, index = min(size, length - depth * size), 0
+            if valid == size:
+                index, full = full % len(layouts) if only is None else ALL_FORMATS.index(only), full + 1
             held = held.followed_by(place(scene, page, index, valid, tail, random))
         scene.held.append(held)
     return scene
@@ -146,11 +164,12 @@ def make_scene(
 def place(scene: Scene, page: int, index: int, valid: int, tail: int, random: torch.Generator) -> Held:
     """Fill one page and say what it holds."""
     g, layout = scene.geometry, scene.layouts[index]
-    content = torch.randn(2, g.num_layers, g.num_kv_heads, 64, g.head_dim, generator=random)
+    shape = g.num_layers, g.num_kv_heads, layout.entries, g.head_dim
+    content = torch.randn(2, *shape, generator=random)
     content += torch.randn(2, g.num_layers, g.num_kv_heads, 1, g.head_dim, generator=random)
     content = content.to(g.dtype)
     scene.formats[page] = index
-    if index == 0:
+    if layout.is_plain:
         data = content.transpose(0, 1).contiguous()
         data.view(torch.uint8)[..., valid:, :] = tail
         stored = data.view(torch.uint8).reshape(-1)
@@ -159,21 +178,30 @@ def place(scene: Scene, page: int, index: int, valid: int, tail: int, random: to
         # Any slot of the slab that the page fits in.
         slots = scene.layouts[0].page_bytes // layout.page_bytes
         scene.offsets[page] += page % slots * layout.page_bytes
-        stored = seal_pages(content[0][None], content[1][None], layout, scene.basis).view(-1)
-        k, v = (x[0] for x in open_by_the_letter(stored[None], layout, scene.basis))
-        wide = scene.basis.double()
-        in_basis = torch.stack((k @ wide, v @ wide))
-        in_basis[0, IDENTITY] = k[IDENTITY]
-        blocks = stored.view(g.num_layers, -1)
-        for stored_as, part in zip(in_basis, ("k_means", "v_means"), strict=True):
-            start = layout.offsets[part]
-            means = E4M3_VALUES[blocks[:, start : start + g.num_kv_heads * g.head_dim].numpy()]
-            size = 2 * torch.from_numpy(np.abs(means)).view(g.num_layers, g.num_kv_heads, 1, g.head_dim)
-            stored_as.abs_().add_(size)
-        held = Held(k, v, in_basis[0], in_basis[1], torch.ones(64, dtype=torch.bool))
+        bias = biases(layout, 1, seed=page)
+        stored = seal_pages(Entries(*content.flatten(1, 2)[:, None], bias), layout, scene.bases).view(-1)
+        held = opened(stored, layout, scene.bases)
     start = int(scene.offsets[page])
     scene.arena[start : start + layout.page_bytes] = stored
     return held
+
+
+def opened(stored: Tensor, layout: PageLayout, bases: CodecBases) -> Held:
+    """What a coded page holds, by the letter."""
+    g = layout.geometry
+    letter = open_by_the_letter(stored[None], layout, bases)
+    wide = bases.flat.double()
+
+    def per_layer(x: Tensor) -> Tensor:
+        return x[0].unflatten(0, (g.num_layers, g.num_kv_heads))
+
+    keys, values = per_layer(letter.keys), per_layer(letter.values)
+    folded = torch.tensor([head.basis == "flat" for head in layout.heads])[None, :, None].expand(1, -1, layout.entries)
+    folded, coded = per_layer(folded), torch.ones(keys.shape[:-1], dtype=torch.bool)
+    key_terms = torch.where(folded[..., None], keys @ wide, keys).abs() + 2 * per_layer(letter.key_means).abs()[:, :, None]
+    value_terms = (values @ wide).abs() + 2 * per_layer(letter.value_means).abs()[:, :, None]
+    bias = torch.zeros(keys.shape[:-1], dtype=torch.float64) if letter.bias is None else per_layer(letter.bias)
+    return Held(keys, values, bias, key_terms, value_terms, coded, folded)
 
 
 def oracle(scene: Scene, held: Held, layer: int, query: Tensor, *, new: int = 0, unit: float = 0.0) -> tuple[Tensor, Tensor]:
@@ -189,11 +217,13 @@ def oracle(scene: Scene, held: Held, layer: int, query: Tensor, *, new: int = 0,
       rounded before they go through the basis: 2 u of the weighted terms, added up with the squares of the basis. fp16
       weights below 2^-14 are off by 2^-25.
 
+    - The bias joins a logit in fp32: one more rounding of their sum.
+
     An error delta of the logits moves the output by sum p delta (|v| + |out|).
     """
     groups, n, dim = held.keys.shape[1:]
     repeat = query.shape[1] // groups
-    wide = scene.basis.double()
+    wide = scene.bases.flat.double()
 
     def per_query_head(x: Tensor) -> Tensor:
         return x[layer].repeat_interleave(repeat, 0)
@@ -201,7 +231,8 @@ def oracle(scene: Scene, held: Held, layer: int, query: Tensor, *, new: int = 0,
     q = query.double().transpose(0, 1)
     keys, values = per_query_head(held.keys), per_query_head(held.values)
     key_terms, value_terms = per_query_head(held.key_terms), per_query_head(held.value_terms)
-    logits = q @ keys.transpose(-1, -2) * scene.scale
+    coded, folded, bias = per_query_head(held.coded), per_query_head(held.folded), per_query_head(held.bias)
+    logits = q @ keys.transpose(-1, -2) * scene.scale + bias[:, None]
     if new:
         future = torch.ones(new, new, dtype=torch.bool).triu(1)
         logits[..., n - new :] = logits[..., n - new :].masked_fill(future, -math.inf)
@@ -211,9 +242,9 @@ def oracle(scene: Scene, held: Held, layer: int, query: Tensor, *, new: int = 0,
     delta = (
         scene.scale * LIKELY * math.sqrt(2 * dim + 16) * U32 * q.norm(dim=-1)[..., None] * key_terms.norm(dim=-1)[:, None]
     )
-    folded = held.coded & (layer == FLAT)
+    delta = delta + LIKELY * U32 * bias[:, None]
     term_norms = torch.where(
-        folded,
+        folded[:, None],
         ((q @ wide).square() @ key_terms.square().transpose(-1, -2)).sqrt(),
         (q.square() @ key_terms.square().transpose(-1, -2)).sqrt(),
     )
@@ -221,7 +252,7 @@ def oracle(scene: Scene, held: Held, layer: int, query: Tensor, *, new: int = 0,
     moved = (p * delta) @ values.abs() + (p * delta).sum(-1, keepdim=True) * out.abs()
     moved = moved * math.exp(2 * float(delta.max()))
     weighted = p @ value_terms
-    through_basis = (p[..., held.coded] @ value_terms[:, held.coded]).square() @ wide.square()
+    through_basis = (p @ (value_terms * coded[..., None])).square() @ wide.square()
     rounded = LIKELY * math.sqrt(n + dim + 64) * U32 * weighted.norm(dim=-1, keepdim=True)
     rounded = rounded + unit * (3 * (p @ values.abs()) + 2 * LIKELY * through_basis.sqrt())
     rounded = rounded + (n * 2.0**-25 * float(values.abs().max()) if unit else 0.0)
@@ -238,6 +269,7 @@ def eager_attention(scene: Scene, held: Held, layer: int, query: Tensor, new: in
     repeat = query.shape[1] // held.keys.shape[1]
     keys, values = (x[layer].to(dtype).repeat_interleave(repeat, 0) for x in (held.keys, held.values))
     logits = (query.transpose(0, 1) @ keys.transpose(-1, -2)) * scene.scale
+    logits = logits + held.bias[layer].to(dtype).repeat_interleave(repeat, 0)[:, None]
     if new:
         future = torch.ones(new, new, dtype=torch.bool).triu(1)
         logits[..., n - new :] = logits[..., n - new :].masked_fill(future, -math.inf)

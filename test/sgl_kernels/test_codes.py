@@ -4,28 +4,31 @@ import math
 
 import pytest
 import torch
-from codec_bounds import E4M3_VALUES, NIBBLE_VALUES, UE5M3_VALUES
+from codec_bounds import BITS, CODE_VALUES, E4M3_VALUES, UE5M3_VALUES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sgl_kernels.codes import (
+    CODE_BITS,
     E2M1_MAX,
     E4M3_MAX,
     INT4_ASYMMETRIC_MAX,
     INT4_MAX,
+    LLOYD2_BOUNDARY,
+    LLOYD2_LEVELS,
     UE5M3_MAX,
     UE5M3_MIN,
+    decode_codes,
     decode_e4m3,
     decode_ue5m3,
+    encode_codes,
     encode_e4m3,
     encode_ue5m3,
-    nibble_quads,
-    nibble_values,
-    pack_nibbles,
+    entry_scales,
     round_e2m1,
     round_int4,
     round_int4_asymmetric,
-    unpack_nibbles,
+    round_lloyd2,
 )
 
 fixed = settings(derandomize=True, deadline=None, max_examples=200)
@@ -35,6 +38,11 @@ UE5M3 = torch.from_numpy(UE5M3_VALUES)
 E4M3 = torch.from_numpy(E4M3_VALUES)
 ROUNDINGS = {"e2m1": round_e2m1, "int4": round_int4, "int4_asymmetric": round_int4_asymmetric}
 TOPS = {"e2m1": E2M1_MAX, "int4": INT4_MAX, "int4_asymmetric": INT4_ASYMMETRIC_MAX}
+
+
+def values_of(kind: str) -> torch.Tensor:
+    """(codes,) fp32 value of every code."""
+    return decode_codes(torch.arange(1 << CODE_BITS[kind]).to(torch.uint8), kind)
 
 
 def every_half() -> torch.Tensor:
@@ -140,8 +148,8 @@ def test_e4m3_saturates_and_keeps_nan():
 
 @pytest.mark.parametrize("kind", ROUNDINGS)
 def test_every_4_bit_code_round_trips(kind):
-    values = nibble_values(kind)
-    assert values.double().tolist() == NIBBLE_VALUES[kind].tolist()
+    values = values_of(kind)
+    assert values.double().tolist() == CODE_VALUES[kind].tolist()
     codes = torch.arange(16, dtype=torch.uint8)
     got = ROUNDINGS[kind](values)
     if kind == "e2m1":
@@ -154,13 +162,13 @@ def test_every_4_bit_code_round_trips(kind):
 
 @pytest.mark.parametrize("kind", ROUNDINGS)
 def test_4_bit_codes_round_to_nearest(kind):
-    table = torch.from_numpy(NIBBLE_VALUES[kind]).unique()
+    table = torch.from_numpy(CODE_VALUES[kind]).unique()
     table = table[table >= -TOPS[kind]]
     points = torch.cat((around_midpoints(table), every_half()))
     codes = ROUNDINGS[kind](points)
     assert codes.dtype == torch.uint8
     assert int(codes.max()) <= 15
-    got = nibble_values(kind)[codes.int()].double()
+    got = values_of(kind)[codes.int()].double()
     # Two of them add a constant in fp32, to sums below 16: off by 2^-21 at most, or 2^-22 in the half steps of E2M1. So a
     # value that close to a tie may take the other neighbour, which is farther by twice that.
     slack = 0.0 if kind == "int4" else 2.0**-20
@@ -170,43 +178,87 @@ def test_4_bit_codes_round_to_nearest(kind):
 
 def test_e2m1_ties_go_away_from_zero():
     ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
-    assert nibble_values("e2m1")[round_e2m1(ties).int()].tolist() == [0.5, 1, 1.5, 2, 3, 4, 6]
-    assert nibble_values("e2m1")[round_e2m1(-ties).int()].tolist() == [-0.5, -1, -1.5, -2, -3, -4, -6]
+    assert values_of("e2m1")[round_e2m1(ties).int()].tolist() == [0.5, 1, 1.5, 2, 3, 4, 6]
+    assert values_of("e2m1")[round_e2m1(-ties).int()].tolist() == [-0.5, -1, -1.5, -2, -3, -4, -6]
 
 
 @pytest.mark.parametrize("kind", ROUNDINGS)
 def test_4_bit_codes_saturate(kind):
     far = torch.tensor([TOPS[kind] + 0.1, 100.0, 3e38, math.inf])
-    assert nibble_values(kind)[ROUNDINGS[kind](far).int()].tolist() == [TOPS[kind]] * 4
-    assert nibble_values(kind)[ROUNDINGS[kind](-far).int()].tolist() == [-TOPS[kind]] * 4
+    assert values_of(kind)[ROUNDINGS[kind](far).int()].tolist() == [TOPS[kind]] * 4
+    assert values_of(kind)[ROUNDINGS[kind](-far).int()].tolist() == [-TOPS[kind]] * 4
 
 
 @pytest.mark.parametrize("kind", ["e2m1", "int4"])
 def test_zero_and_denormals_are_exact_zero(kind):
     tiny = torch.tensor([0.0, -0.0, 1e-45, -1e-45, 2.0**-126, -(2.0**-126)])
-    assert bool((nibble_values(kind)[ROUNDINGS[kind](tiny).int()] == 0).all())
+    assert bool((values_of(kind)[ROUNDINGS[kind](tiny).int()] == 0).all())
 
 
 def test_the_unused_int4_code_is_never_written():
     assert int(round_int4(every_half()).min()) == 1
 
 
+def test_every_2_bit_code_round_trips():
+    assert values_of("lloyd2").tolist() == CODE_VALUES["lloyd2"].astype("float32").tolist()
+    assert round_lloyd2(values_of("lloyd2")).tolist() == [0, 1, 2, 3]
+
+
+def test_2_bit_codes_round_to_nearest_and_saturate():
+    table = torch.tensor(LLOYD2_LEVELS, dtype=torch.float64)
+    points = torch.cat((around_midpoints(table), every_half()))
+    codes = round_lloyd2(points)
+    assert codes.dtype == torch.uint8
+    assert int(codes.max()) == 3
+    error = (values_of("lloyd2")[codes.int()].double() - points.double()).abs()
+    # The border is the one of Max with four digits and not the middle of the levels, 0.9814: off by 0.0002.
+    assert bool((error <= nearest_distance(points, table) + 2 * 2.01e-4).all())
+    assert round_lloyd2(torch.tensor([math.inf, -math.inf, 3e38, -3e38])).tolist() == [3, 0, 3, 0]
+
+
+def test_2_bit_levels_are_the_best_for_a_normal_distribution():
+    """Max's conditions: a border is the middle of its levels, a level the mean of what is rounded to it."""
+    inner, outer = LLOYD2_LEVELS[2:]
+    assert pytest.approx(LLOYD2_BOUNDARY, abs=3e-4) == (inner + outer) / 2
+
+    def density(x):
+        return math.exp(-x * x / 2) / math.sqrt(2 * math.pi)
+
+    beyond = math.erfc(LLOYD2_BOUNDARY / math.sqrt(2)) / 2
+    assert inner == pytest.approx((density(0) - density(LLOYD2_BOUNDARY)) / (0.5 - beyond), abs=1e-4)
+    assert outer == pytest.approx(density(LLOYD2_BOUNDARY) / beyond, abs=1e-3)
+
+
 @fixed
-@given(st.lists(st.integers(1, 3), max_size=3), st.integers(1, 40), st.integers(0, 2**31), st.sampled_from([*ROUNDINGS]))
-def test_packed_nibbles_unpack_to_their_values(shape, half, seed, kind):
-    codes = torch.randint(0, 16, (*shape, 4 * half), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
-    packed = pack_nibbles(codes)
-    assert packed.shape == (*shape, 2 * half)
-    assert torch.equal(packed & 15, codes[..., ::2])
-    assert torch.equal(packed >> 4, codes[..., 1::2])
-    unpacked = unpack_nibbles(packed, nibble_quads(kind))
-    assert unpacked.dtype == torch.float32
-    assert torch.equal(unpacked, nibble_values(kind)[codes.int()])
+@given(
+    st.sampled_from(sorted(CODE_BITS)), st.lists(st.integers(1, 3), max_size=3), st.integers(1, 70), st.integers(0, 2**31)
+)
+def test_codes_of_any_shape_decode_to_their_values(kind, shape, last, seed):
+    random = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 1 << CODE_BITS[kind], (*shape, last), generator=random).to(torch.uint8)
+    if kind == "e4m3":
+        codes[codes & 0x7F == 0x7F] = 0
+    values = decode_codes(codes, kind)
+    assert values.dtype == torch.float32
+    assert values.shape == codes.shape
+    assert torch.equal(values, torch.from_numpy(CODE_VALUES[kind]).float()[codes.int()])
+    again = encode_codes(values, kind)
+    assert torch.equal(decode_codes(again, kind), values.clamp(min=-7.0) if kind == "int4" else values)
 
 
-@pytest.mark.parametrize("kind", ROUNDINGS)
-def test_every_byte_unpacks_to_low_then_high_nibble(kind):
-    got = unpack_nibbles(BYTES.view(256, 1), nibble_quads(kind))
-    table = torch.from_numpy(NIBBLE_VALUES[kind])
-    want = torch.stack((table[(BYTES & 15).int()], table[(BYTES >> 4).int()]), -1)
-    assert torch.equal(got.double(), want)
+def test_every_kind_has_a_table_and_its_bits():
+    assert BITS == CODE_BITS
+
+
+@fixed
+@given(st.sampled_from(["e4m3", "e2m1", "int4", "lloyd2"]), st.integers(1, 40), st.integers(0, 2**31), st.floats(1e-6, 1e6))
+def test_the_scale_of_an_entry(kind, channels, seed, size):
+    """The largest value becomes the largest code; the levels of two bits are in units of the root mean square."""
+    x = torch.randn(3, channels, generator=torch.Generator().manual_seed(seed)) * size
+    scale = entry_scales(x, kind)
+    assert scale.shape == (3,)
+    wide = x.double()
+    top = {"e4m3": 448, "e2m1": 6, "int4": 7}.get(kind)
+    want = wide.square().mean(-1).sqrt() if top is None else wide.abs().amax(-1) / top
+    assert torch.allclose(scale.double(), want, rtol=(channels + 4) * 2.0**-24, atol=0)
+    assert entry_scales(torch.zeros(2, 5), kind).tolist() == [0, 0]

@@ -1,18 +1,19 @@
 """Attention over pages of mixed formats: against attention in float64 over the pages opened by the letter."""
 
 import math
-from dataclasses import fields
 
 import pytest
 import torch
 from codec_bounds import U16, U32
+from hard_pages import FORMATS, layout_of
 from paged_scenes import (
+    ALL_FORMATS,
     FLAT,
     LAYERS,
     LENGTHS,
+    MIXED,
     SHAPES,
     UNIT,
-    Held,
     Scene,
     as_written,
     eager_attention,
@@ -22,14 +23,14 @@ from paged_scenes import (
 )
 from torch import Tensor
 
-from sgl_kernels.page_layout import PageGeometry, coded_layout, plain_layout
+from sgl_kernels.page_layout import PageGeometry, plain_layout
 from sgl_kernels.paged_attention import reference
 from sgl_kernels.paged_attention.reference import decode, extend, gather_blocks, merge, open_plain
 
 
 def assert_decoded(scene: Scene, query: Tensor, layer: int) -> Tensor:
     """Decode the batch and compare every request with the oracle; the output."""
-    out = decode(query, scene.arena, scene.plan(), layer, scene.scale, scene.basis)
+    out = decode(query, scene.arena, scene.plan(), layer, scene.scale, scene.bases)
     assert out.dtype == torch.float32
     assert out.shape == query.shape
     for i, held in enumerate(scene.held):
@@ -52,14 +53,14 @@ def test_pages_of_an_odd_slab_read_their_own_bytes():
         for heads in (1, 2, 3, 5, 7, 8):
             g = PageGeometry(1, heads, dim, 64, torch.bfloat16)
             slab = plain_layout("bf16", g).page_bytes
-            for codes in ("e4m3", "e2m1"):
-                layout = coded_layout(codes, codes, g)
+            for name in FORMATS:
+                layout = layout_of(name, g)
                 arena = torch.zeros(4 * slab, dtype=torch.uint8)
                 offsets = torch.tensor([slab, 3 * slab])
                 arena[slab : slab + layout.page_bytes] = 1
                 arena[3 * slab : 3 * slab + layout.page_bytes] = 3
                 blocks = gather_blocks(arena, offsets, layout, 0)
-                assert (blocks == torch.tensor([[1], [3]])).all(), (dim, heads, codes)
+                assert (blocks == torch.tensor([[1], [3]])).all(), (dim, heads, name)
 
 
 @pytest.mark.parametrize("dtype", UNIT, ids=str)
@@ -108,25 +109,25 @@ def test_decode_of_a_mixed_batch(shape, layer):
         assert_decoded(scene, scene.query(len(LENGTHS), dtype), layer)
 
 
-@pytest.mark.parametrize("only", [0, 1, 2])
+@pytest.mark.parametrize("only", ALL_FORMATS)
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("repeat", range(1, 9))
 def test_decode_of_one_format_and_every_query_group(repeat, layer, only):
-    scene = make_scene([64, 192], (32, 2, repeat, torch.bfloat16, "fp4"), only=only)
+    scene = make_scene([64, 192], (32, 2, repeat, torch.bfloat16), only=only)
     assert_decoded(scene, scene.query(2), layer)
 
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_decode_with_sharp_logits(layer):
     """Long queries: one token takes nearly all the weight, and merging pages must neither overflow nor lose it."""
-    scene = make_scene([129, 300], (64, 2, 2, torch.bfloat16, "fp4"))
+    scene = make_scene([129, MIXED], (64, 2, 2, torch.bfloat16))
     assert_decoded(scene, scene.query(2) * 50, layer)
 
 
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("values", [1, 64 * 64 * 2 * 2, 3 * 64 * 64 * 2 * 2])
 def test_the_workspace_changes_nothing(values, layer, monkeypatch):
-    scene = make_scene([*LENGTHS, 640], (64, 2, 3, torch.bfloat16, "fp4"))
+    scene = make_scene([*LENGTHS, 640], (64, 2, 3, torch.bfloat16))
     query = scene.query(len(LENGTHS) + 1)
     whole = assert_decoded(scene, query, layer)
     monkeypatch.setattr(reference, "WORKSPACE_VALUES", values)
@@ -137,46 +138,44 @@ def test_the_workspace_changes_nothing(values, layer, monkeypatch):
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_decode_of_a_request_does_not_depend_on_its_neighbours(layer):
-    scene = make_scene(LENGTHS, (80, 1, 5, torch.bfloat16, "fp4"))
+    scene = make_scene(LENGTHS, (80, 1, 5, torch.bfloat16))
     query = scene.query(len(LENGTHS))
-    batch = decode(query, scene.arena, scene.plan(), layer, scene.scale, scene.basis)
+    batch = decode(query, scene.arena, scene.plan(), layer, scene.scale, scene.bases)
     bound = decode_bound(scene, query, layer)
     for i in range(len(LENGTHS)):
-        alone = decode(query[i : i + 1], scene.arena, scene.plan(i), layer, scene.scale, scene.basis)
+        alone = decode(query[i : i + 1], scene.arena, scene.plan(i), layer, scene.scale, scene.bases)
         assert bool(((alone[0] - batch[i]).abs() <= 2 * bound[i]).all())
     # A broken query stays where it is.
     query[2] = math.nan
-    broken = decode(query, scene.arena, scene.plan(), layer, scene.scale, scene.basis)
-    others = [0, 1, 3, 4, 5, 6]
+    broken = decode(query, scene.arena, scene.plan(), layer, scene.scale, scene.bases)
+    others = [i for i in range(len(LENGTHS)) if i != 2]
     assert torch.equal(broken[others], batch[others])
 
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_a_page_shared_by_two_requests(layer):
-    scene = make_scene([128, 100], (64, 1, 2, torch.bfloat16, "fp4"))
+    scene = make_scene([128, 100], (64, 1, 2, torch.bfloat16))
     scene.table[1, 0] = scene.table[0, 0]
     first, second = scene.held
-    shared = Held(*(getattr(first, f.name)[..., :64, :] for f in fields(Held) if f.name != "coded"), first.coded[:64])
-    own = Held(*(getattr(second, f.name)[..., 64:, :] for f in fields(Held) if f.name != "coded"), second.coded[64:])
-    scene.held[1] = shared.followed_by(own)
+    scene.held[1] = first.between(0, 64).followed_by(second.between(64, 100))
     assert_decoded(scene, scene.query(2), layer)
 
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_rubbish_in_free_places_never_reaches_decode(layer):
-    shape = (64, 2, 2, torch.bfloat16, "fp4")
+    shape = (64, 2, 2, torch.bfloat16)
     clean, dirty = (make_scene(LENGTHS, shape, rubbish=byte) for byte in (0, 0xFF))
     query = clean.query(len(LENGTHS))
-    outputs = [decode(query, s.arena, s.plan(), layer, s.scale, s.basis) for s in (clean, dirty)]
+    outputs = [decode(query, s.arena, s.plan(), layer, s.scale, s.bases) for s in (clean, dirty)]
     assert bool(outputs[1].isfinite().all())
     assert torch.equal(*outputs)
 
 
 def test_decode_of_bf16_queries_leaves_only_the_rounding_of_the_result():
     """Decode computes in fp32 whatever the query is; eager attention in bf16 rounds at every step."""
-    scene = make_scene([256], (64, 2, 2, torch.bfloat16, "fp4"))
+    scene = make_scene([256], (64, 2, 2, torch.bfloat16))
     query = scene.query(1, torch.bfloat16)
-    out = decode(query, scene.arena, scene.plan(), FLAT, scene.scale, scene.basis).bfloat16()
+    out = decode(query, scene.arena, scene.plan(), FLAT, scene.scale, scene.bases).bfloat16()
     want, bound = oracle(scene, scene.held[0], FLAT, query)
     assert bool(((out - want).abs() <= bound + U16 * (want.abs() + bound)).all())
     assert rms(out - want) < rms(eager_attention(scene, scene.held[0], FLAT, query, 0) - want)
@@ -191,7 +190,7 @@ def assert_extended(scene: Scene, tokens: int, layer: int) -> tuple[Tensor, Tens
     query = scene.query(tokens, g.dtype)
     random = torch.Generator().manual_seed(99)
     keys, values = torch.randn(2, tokens, g.num_kv_heads, g.head_dim, generator=random).to(g.dtype)
-    out = extend(query, keys, values, scene.arena, scene.plan(0), layer, scene.scale, scene.basis)
+    out = extend(query, keys, values, scene.arena, scene.plan(0), layer, scene.scale, scene.bases)
     assert out.dtype == g.dtype
     assert out.shape == query.shape
     new = as_written(*(x.transpose(0, 1).expand(2, -1, -1, -1) for x in (keys, values)))
@@ -205,7 +204,7 @@ def assert_extended(scene: Scene, tokens: int, layer: int) -> tuple[Tensor, Tens
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_extend_over_a_mixed_prefix(shape, layer):
-    for length, tokens in ((129, 5), (256, 65)):
+    for length, tokens in ((129, 5), (MIXED, 65)):
         out, want, eager = assert_extended(make_scene([length], shape, tail=0xFF), tokens, layer)
         assert_as_exact_as_eager(out, want, eager, UNIT[shape[3]])
 
@@ -214,16 +213,16 @@ def test_extend_over_a_mixed_prefix(shape, layer):
 @pytest.mark.parametrize("length", [0, *LENGTHS, 200])
 def test_extend_of_every_length(length, tokens):
     # Behind the prefix lies NaN: a page that is being filled must be read up to its last token and no further.
-    assert_extended(make_scene([length], (32, 2, 2, torch.float32, "fp4"), tail=0xFF), tokens, FLAT)
+    assert_extended(make_scene([length], (32, 2, 2, torch.float32), tail=0xFF), tokens, FLAT)
 
 
 @pytest.mark.parametrize("repeat", range(1, 9))
 def test_extend_with_every_query_group(repeat):
-    assert_extended(make_scene([129], (32, 2, repeat, torch.float32, "fp4")), 7, FLAT)
+    assert_extended(make_scene([MIXED], (32, 2, repeat, torch.float32)), 7, FLAT)
 
 
 def test_extend_without_a_prefix_is_plain_causal_attention():
-    scene = make_scene([0], (64, 2, 3, torch.float32, "fp4"))
+    scene = make_scene([0], (64, 2, 3, torch.float32))
     assert scene.plan(0).parts == ()
     out, want, _ = assert_extended(scene, 9, FLAT)
     assert torch.allclose(out, want, rtol=1e-5, atol=1e-5)
@@ -236,29 +235,29 @@ def assert_as_exact_as_eager(out: Tensor, want: Tensor, eager: Tensor, unit: flo
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("only", [0, 1, 2])
+@pytest.mark.parametrize("only", ALL_FORMATS)
 @pytest.mark.parametrize("layer", LAYERS)
 def test_extend_is_as_exact_as_eager_attention_in_every_format(layer, only, dtype):
-    scene = make_scene([256], (64, 2, 2, dtype, "fp4"), only=only)
+    scene = make_scene([256], (64, 2, 2, dtype), only=only)
     assert_as_exact_as_eager(*assert_extended(scene, 64, layer), UNIT[dtype])
 
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_rubbish_in_free_places_never_reaches_extend(layer):
-    shape = (64, 2, 2, torch.bfloat16, "fp4")
-    outputs = [assert_extended(make_scene([129], shape, rubbish=b, tail=b), 7, layer)[0] for b in (0, 0xFF)]
+    shape = (64, 2, 2, torch.bfloat16)
+    outputs = [assert_extended(make_scene([MIXED], shape, rubbish=b, tail=b), 7, layer)[0] for b in (0, 0xFF)]
     assert torch.equal(*outputs)
 
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_one_new_token_extends_as_it_decodes(layer):
     """Decode finds the new token in its page, extend gets it beside the pages; in fp32 both say the same."""
-    scene = make_scene([129], (64, 2, 2, torch.float32, "fp4"))
+    scene = make_scene([MIXED], (64, 2, 2, torch.float32))
     query = scene.query(1)
     whole = assert_decoded(scene, query, layer)
     new = [x[layer][:, -1].float()[None] for x in (scene.held[0].keys, scene.held[0].values)]
     scene.lengths[0] -= 1
-    split = extend(query, *new, scene.arena, scene.plan(0), layer, scene.scale, scene.basis)
+    split = extend(query, *new, scene.arena, scene.plan(0), layer, scene.scale, scene.bases)
     assert bool(((whole - split).abs() <= 2 * decode_bound(scene, query, layer)).all())
 
 

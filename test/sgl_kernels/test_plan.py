@@ -10,8 +10,8 @@ from sgl_kernels.paged_attention.plan import PagePlan, plan_pages
 GEOMETRY = PageGeometry(1, 1, 32, 64, torch.bfloat16)
 LAYOUTS = (
     plain_layout("bf16", GEOMETRY),
-    coded_layout("fp8", "e4m3", GEOMETRY),
-    coded_layout("fp4", "e2m1", GEOMETRY),
+    coded_layout("fp8", "e4m3", "e4m3", GEOMETRY),
+    coded_layout("fp4", "e2m1", "e2m1", GEOMETRY),
 )
 fixed = settings(derandomize=True, deadline=None, max_examples=150)
 

@@ -20,11 +20,13 @@ from sglang_csa2.args import (
 
 ALL_OPTIONS = {
     "csa2_arena_size": "188MB",
-    "csa2_ratio": "1",
+    "csa2_ratio": "4",
     "csa2_hot_tokens": 64,
     "csa2_warm_tokens": 512,
-    "csa2_shared_format": "fp4",
+    "csa2_shared_format": "k8v4",
+    "csa2_tail_format": "ratio",
     "csa2_kv_format": "int4",
+    "csa2_protect_tokens": 128,
     "csa2_impl": "reference",
 }
 ALL_FLAGS = [part for name, value in ALL_OPTIONS.items() for part in ("--" + name.replace("_", "-"), str(value))]
@@ -69,15 +71,15 @@ def test_command_line(llama):
 
 def test_yaml_config_and_command_line_wins(llama, tmp_path):
     config = tmp_path / "server.yaml"
-    config.write_text("kv-compress: csa2\ncsa2-ratio: 1\ncsa2-hot-tokens: 64\ncsa2-warm-tokens: 256\n")
+    config.write_text("kv-compress: csa2\ncsa2-ratio: 8\ncsa2-hot-tokens: 64\ncsa2-warm-tokens: 256\n")
     record = parse("--model-path", llama, "--config", str(config), "--csa2-warm-tokens", "2048")
     assert enabled(record)
-    assert options_from(record) == CacheOptions(hot_tokens=64, warm_tokens=2048)
+    assert options_from(record) == CacheOptions(ratio="8", hot_tokens=64, warm_tokens=2048)
 
 
 def test_engine_keywords_may_use_numbers():
-    record = Csa2ServerArgs(model_path="dummy", kv_compress="csa2", csa2_ratio=1, csa2_arena_size=10**9)
-    assert options_from(record) == CacheOptions(arena_size="1000000000")
+    record = Csa2ServerArgs(model_path="dummy", kv_compress="csa2", csa2_ratio=2, csa2_arena_size=10**9)
+    assert options_from(record) == CacheOptions(ratio="2", arena_size="1000000000")
     assert options_from(record).arena_bytes == 10**9
 
 
@@ -94,14 +96,22 @@ def test_help_lists_every_option(capsys):
     assert ended.value.code == 0
     text = capsys.readouterr().out
     for flag in ("--kv-compress {csa2}", "--csa2-arena-size", "--csa2-ratio {auto,1,2,4,8}", "--csa2-hot-tokens",
-                 "--csa2-warm-tokens", "--csa2-shared-format {bf16,fp8,fp4}", "--csa2-kv-format {fp4,int4}",
+                 "--csa2-warm-tokens", "--csa2-shared-format {bf16,fp8,k8v4,fp4,tail}", "--csa2-kv-format {fp4,int4}",
+                 "--csa2-tail-format {ratio,bf16,fp8,k8v4}", "--csa2-protect-tokens",
                  "--csa2-impl {auto,reference,cpu,cuda}"):  # fmt: skip
         assert flag in text
 
 
 @pytest.mark.parametrize(
     "argv",
-    [["--kv-compress", "kivi"], ["--csa2-ratio", "3"], ["--csa2-kv-format", "nf4"], ["--csa2-hot-tokens", "many"]],
+    [
+        ["--kv-compress", "kivi"],
+        ["--csa2-ratio", "3"],
+        ["--csa2-kv-format", "nf4"],
+        ["--csa2-tail-format", "fp4"],
+        ["--csa2-hot-tokens", "many"],
+        ["--csa2-protect-tokens", "1.5"],
+    ],
     ids=lambda argv: argv[0],
 )
 def test_wrong_choice_is_an_argparse_error(argv, llama, capsys):
@@ -114,7 +124,9 @@ def test_wrong_choice_is_an_argparse_error(argv, llama, capsys):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--csa2-ratio", "4"], "--csa2-ratio 4 is not available in this version"),
+        (["--csa2-ratio", "auto"], "--csa2-ratio auto is not available in this version"),
+        (["--csa2-ratio", "4", "--csa2-tail-format", "fp8"], "--csa2-tail-format fp8 and --csa2-ratio 4 both say"),
+        (["--csa2-protect-tokens", "-64"], "--csa2-protect-tokens -64 is out of range"),
         (["--csa2-impl", "cuda"], "--csa2-impl cuda is not available in this version"),
         (["--csa2-arena-size", "lots"], "--csa2-arena-size 'lots' is not a size"),
         (["--csa2-hot-tokens", "-1"], "--csa2-hot-tokens -1 is out of range"),
@@ -134,6 +146,8 @@ def test_unusable_value_is_refused_before_anything_starts(argv, message, llama):
     [
         ({"csa2_hot_tokens": "128"}, "--csa2-hot-tokens '128' is not a whole number"),
         ({"csa2_warm_tokens": True}, "--csa2-warm-tokens True is not a whole number"),
+        ({"csa2_protect_tokens": 64.0}, "--csa2-protect-tokens 64.0 is not a whole number"),
+        ({"csa2_tail_format": "fp4"}, "--csa2-tail-format 'fp4' is unknown"),
         ({"csa2_ratio": 3}, "--csa2-ratio '3' is unknown"),
         ({"csa2_kv_format": "nf4"}, "--csa2-kv-format 'nf4' is unknown"),
         ({"kv_compress": "kivi"}, "--kv-compress 'kivi' is unknown"),
@@ -144,6 +158,12 @@ def test_engine_keywords_are_checked_like_the_command_line(keywords, message):
     with pytest.raises(OptionError) as refused:
         Csa2ServerArgs(**{"model_path": "dummy", "device": "cpu", "kv_compress": "csa2", **keywords}).resolve_once()
     assert str(refused.value).startswith(message)
+
+
+@pytest.mark.parametrize("ratio", ["1", "2", "4", "8"])
+def test_served_ratios_resolve(ratio, llama):
+    record = resolve("--model-path", llama, "--kv-compress", "csa2", "--csa2-ratio", ratio)
+    assert options_from(record).ratio == ratio
 
 
 @pytest.mark.parametrize("name", ALL_OPTIONS)
