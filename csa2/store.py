@@ -206,7 +206,7 @@ class PageStore:
             for start in range(0, moving.numel(), CODEC_BATCH_PAGES):
                 batch = moving[start : start + CODEC_BATCH_PAGES]
                 layout = self.ladder.layouts[index]
-                queries = self.samples.of(self.facts.reader[batch]) if layout.is_merged else None
+                queries = self.samples.of(self.facts.reader[batch])
                 packed.setdefault(index, []).append(self.codec.seal(self.read(batch), layout, queries))
                 placed.setdefault(index, []).append(batch)
         # Release before allocating: the place of the smaller form may be the one that is freed.

@@ -9,7 +9,7 @@ groups of merged tokens) a piece holds, in this order:
 
     k_codes, class by class     v_codes
     k_scales (classes, E), or (D,) with channel scales     v_scales (E,)
-    k_mean (D,)     v_mean (D,) unless merged     bias (E,) if merged
+    k_mean (D,)     v_mean (D,)     bias (E,) if merged
 
 Scales are unsigned E5M3 bytes, means E4M3, biases unsigned steps of 1/16 nat.
 
@@ -123,7 +123,7 @@ class HeadLayout:
         yield "k_scales", self.head_dim if self.channel_scales else len(self.key_classes) * self.entries
         yield "v_scales", self.entries
         yield "k_mean", self.head_dim
-        yield "v_mean", 0 if self.merged else self.head_dim
+        yield "v_mean", self.head_dim
         yield "bias", self.entries if self.merged else 0
 
 

@@ -17,8 +17,9 @@ BLOCK = 8
 """Channels that one Hadamard block mixes."""
 FINE, COARSE = "int4", "lloyd2"
 """Codes of the most important channels and of the next ones."""
-SHARE = 12 / 32
-"""Part of the channels in each of the two classes: 12 + 12 of 32 rotary pairs; the other 8 live on in the page mean."""
+FINE_SHARE, COARSE_SHARE, MERGED_COARSE_SHARE = 12 / 32, 12 / 32, 8 / 32
+"""Part of the channels in each of the two classes, 12 + 12 of 32 rotary pairs; the other 8 live on in the page mean. In
+merged pages the means weigh more against fewer entries, which 12 + 8 pairs make up for."""
 
 
 @dataclass(frozen=True)
@@ -46,17 +47,26 @@ def make_rotation(rotary_dim: int, *, neox: bool) -> Rotation:
     return Rotation(tuple((j, j + half) if neox else (2 * j, 2 * j + 1) for j in range(half)))
 
 
-def default_classes(geometry: PageGeometry, rotation: Rotation) -> HeadClasses:
-    """Key classes of every head when nothing is known of the model but its rotation."""
+def default_classes(geometry: PageGeometry, rotation: Rotation, *, merged: bool) -> HeadClasses:
+    """Key classes of every head when nothing is known of the model but its rotation.
+
+    Args:
+        merged: for the formats that merge tokens.
+    """
     if rotation.is_none:
         # Any channel may matter: all of them at two bits, which takes no more bytes.
         classes: tuple[KeyClass, ...] = (KeyClass(COARSE, geometry.head_dim),)
     else:
-        channels = max(BLOCK, round(geometry.head_dim * SHARE / BLOCK) * BLOCK)
-        classes = (KeyClass(FINE, channels), KeyClass(COARSE, channels))
+        fine, coarse = (_blocks(geometry, s) for s in (FINE_SHARE, MERGED_COARSE_SHARE if merged else COARSE_SHARE))
+        classes = (KeyClass(FINE, fine), KeyClass(COARSE, coarse))
     marked = set(geometry.identity_layers)
     heads = range(geometry.num_kv_heads)
     return tuple(() if layer in marked else classes for layer in range(geometry.num_layers) for _ in heads)
+
+
+def _blocks(geometry: PageGeometry, share: float) -> int:
+    """Channels of a class: whole blocks, at least one."""
+    return max(BLOCK, round(geometry.head_dim * share / BLOCK) * BLOCK)
 
 
 def reduced_bases(classes: HeadClasses, orders: list[list[int]], head_dim: int) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from csa2.codec.channels import Rotation, default_classes, reduced_bases
-from csa2.codec.importance import QueryMoments, importance
+from csa2.codec.importance import QueryMoments, attention_share, observed_attention
 from csa2.codec.merging import merge_entries
 from csa2.formats import HeadClasses
 from sgl_kernels.basis import orthonormal_basis
@@ -31,12 +31,15 @@ class PageCodec:
         """(N, page_bytes) uint8: full pages in a coded format, merged first if it has fewer entries than they.
 
         Args:
-            queries: (N, L x G, M, D) sample of queries for scoring, see `importance`.
+            queries: (N, L x G, M, D) sample of queries to each page, softmax scale included; a page without one has zeros.
         """
-        if layout.is_merged:
-            finite = _finite(entries)
-            entries = merge_entries(finite, importance(finite, queries, self.moments), layout.entries)
-        return seal_pages(entries, layout, self.bases)
+        entries = finite(entries)
+        observed = observed_attention(entries, queries)
+        if layout.entries < entries.keys.shape[-2]:
+            importance = attention_share(entries, observed, self.moments) * entries.values.norm(dim=-1)
+            entries = merge_entries(entries, importance, layout.entries)
+            observed = observed_attention(entries, queries)
+        return seal_pages(entries, layout, self.bases, observed)
 
     def open(self, packed: Tensor, layout: PageLayout) -> Entries:
         """Entries of N pages (N, page_bytes) uint8, in the model's own basis, fp32; heads is L x G."""
@@ -47,18 +50,22 @@ class PageCodec:
         return Entries(pair[:, :, 0].flatten(1, 2), pair[:, :, 1].flatten(1, 2), None)
 
 
-def make_codec(geometry: PageGeometry, rotation: Rotation) -> tuple[PageCodec, HeadClasses]:
-    """The codec without calibration, and the key classes of its reduced formats."""
-    classes = default_classes(geometry, rotation)
+def make_codec(geometry: PageGeometry, rotation: Rotation, *, merged: bool = False) -> tuple[PageCodec, HeadClasses]:
+    """The codec without calibration, and the key classes of its reduced format.
+
+    Args:
+        merged: whether that format merges tokens.
+    """
+    classes = default_classes(geometry, rotation, merged=merged)
     orders = [rotation.prior_order(geometry.head_dim)] * len(classes)
     bases = CodecBases(orthonormal_basis(geometry.head_dim), reduced_bases(classes, orders, geometry.head_dim))
     return PageCodec(bases), classes
 
 
-def _finite(entries: Entries) -> Entries:
-    """One broken token must not decide how a whole page is merged."""
-    return Entries(
-        torch.nan_to_num(entries.keys, nan=0.0, posinf=0.0, neginf=0.0),
-        torch.nan_to_num(entries.values, nan=0.0, posinf=0.0, neginf=0.0),
-        entries.bias,
-    )
+def finite(entries: Entries) -> Entries:
+    """Entries in fp32 whose NaN and infinities are 0: one broken token must not decide how a page is scored and merged."""
+    return Entries(_finite(entries.keys), _finite(entries.values), entries.bias)
+
+
+def _finite(x: Tensor) -> Tensor:
+    return torch.nan_to_num(x.float(), nan=0.0, posinf=0.0, neginf=0.0)

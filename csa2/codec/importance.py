@@ -1,9 +1,8 @@
-"""How important each entry of a page is for queries to come.
+"""How much attention each entry of a page can expect from queries to come.
 
-The score of an entry is the attention it can expect times the size of its value. What it can expect is seen best in a sample of
-the queries that its own request asked so far. Without one it follows from the first two moments of the model's queries: for a
-normal query, E exp(q . k) = exp(mean . k + k Cov k / 2) (Devoto et al. 2025). Without those (no calibration) all entries expect
-the same and the value decides.
+That is seen best in a sample of the queries that its own request asked so far. Without one it follows from the first two
+moments of the model's queries: for a normal query, E exp(q . k) = exp(mean . k + k Cov k / 2) (Devoto et al. 2025). Without
+those (no calibration) nothing is known.
 """
 
 from dataclasses import dataclass
@@ -28,33 +27,36 @@ class QueryMoments:
         return QueryMoments(self.mean.to(device), self.covariance.to(device))
 
 
-def importance(entries: Entries, queries: Tensor | None = None, moments: QueryMoments | None = None) -> Tensor:
-    """(N, heads, E) fp32 score of each entry, comparable inside a page and head only.
+def attention_share(entries: Entries, observed: Tensor, moments: QueryMoments | None) -> Tensor:
+    """(N, heads, E) fp32 share of the page's attention that each entry can expect; adds up to 1.
 
     Args:
         entries: N pages, keys in the model's own basis.
-        queries: (N, heads, M, D) sample of queries to each page, softmax scale included. A page whose sample is all zero has
-            none, and is scored by `moments`.
-        moments: of the model's queries.
+        observed: (N, heads, E) from `observed_attention`; a page where it is zero has no sample.
+        moments: of the model's queries, for pages without a sample; None: all their entries expect the same.
     """
-    keys, size = entries.keys.float(), entries.values.float().norm(dim=-1)
-    bias = 0.0 if entries.bias is None else entries.bias
-    expected = torch.zeros_like(size) if moments is None else expected_attention(keys, moments).log()
-    expected = torch.softmax(expected + bias, -1)
-    if queries is not None:
-        seen = observed_attention(keys, queries, bias)
-        has_sample = queries.flatten(1).any(-1)
-        expected = torch.where(has_sample[:, None, None], seen, expected)
-    scores: Tensor = size * expected
-    return scores
+    keys = entries.keys.float()
+    bias: Tensor | float = 0.0 if entries.bias is None else entries.bias
+    expected = torch.zeros_like(observed) if moments is None else expected_attention(keys, moments).log()
+    has_sample = observed.flatten(1).any(-1)
+    return torch.where(has_sample[:, None, None], observed, torch.softmax(expected + bias, -1))
 
 
-def observed_attention(keys: Tensor, queries: Tensor, bias: Tensor | float = 0.0) -> Tensor:
-    """(N, heads, E) mean share of the page's attention that `queries` (N, heads, M, D) pay to `keys` (N, heads, E, D)."""
+def observed_attention(entries: Entries, queries: Tensor | None) -> Tensor:
+    """(N, heads, E) fp32 mean share of the page's attention that a sample of queries pays to each entry.
+
+    Args:
+        queries: (N, heads, M, D), softmax scale included; all zero for a page without a sample, whose result is zero. None:
+            no page has one.
+    """
+    keys = entries.keys.float()
+    if queries is None:
+        return torch.zeros_like(keys[..., 0])
     logits = queries.float() @ keys.transpose(-1, -2)
-    if isinstance(bias, Tensor):
-        logits = logits + bias.unsqueeze(-2)
-    return torch.softmax(logits, -1).mean(-2)
+    if entries.bias is not None:
+        logits = logits + entries.bias.unsqueeze(-2)
+    share = torch.softmax(logits, -1).mean(-2)
+    return share * queries.flatten(1).any(-1)[:, None, None]
 
 
 def expected_attention(keys: Tensor, moments: QueryMoments) -> Tensor:

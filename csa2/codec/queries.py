@@ -21,17 +21,20 @@ class QuerySamples:
         self._samples: OrderedDict[int, Tensor] = OrderedDict()
 
     def record(self, slot: int, layer: int, queries: Tensor, scale: float) -> None:
-        """Keep a sample of the rotated `queries` (T, H, D) of one layer of the request in `slot`; few tokens add nothing."""
+        """Keep a sample of the rotated `queries` (T, H, D) of one layer of the request in `slot`.
+
+        Few tokens do not replace the sample of many; a request that has none takes what there is.
+        """
         tokens, heads, dim = queries.shape
-        if tokens < SAMPLE_TOKENS:
-            return
         groups = self.num_kv_heads
         first = max(0, tokens - SAMPLE_WINDOW)
         rows = torch.linspace(first, tokens - 1, SAMPLE_TOKENS).long()
         chosen = queries[rows].float() * scale
         sample = self._samples.get(slot)
         shape = (self.num_layers * groups, heads // groups * SAMPLE_TOKENS, dim)
-        if sample is None or sample.shape != shape:
+        if sample is not None and tokens < SAMPLE_TOKENS and bool(sample[layer * groups].any()):
+            return
+        if sample is None:
             sample = self._samples[slot] = torch.zeros(shape, dtype=torch.bfloat16, device=queries.device)
         per_group = chosen.view(SAMPLE_TOKENS, groups, heads // groups, dim).permute(1, 2, 0, 3).flatten(1, 2)
         sample[layer * groups : (layer + 1) * groups] = per_group.to(sample.dtype)

@@ -53,7 +53,6 @@ class Csa2AttentionBackend(AttentionBackend):
         self.pool = pool
         self.store = pool.store
         self.req_to_token: Tensor = runner.req_to_token_pool.req_to_token
-        self._samples_queries = pool.store.ladder.layouts[-1].is_merged
         self._step: StepPlan | None = None
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
@@ -111,8 +110,7 @@ class Csa2AttentionBackend(AttentionBackend):
             out[step.decode_tokens] = one.to(out.dtype)
         for row in step.extend:
             part = slice(row.start, row.end)
-            if self._samples_queries:
-                self.store.samples.record(row.slot, index, query[part], layer.scaling)
+            self.store.samples.record(row.slot, index, query[part], layer.scaling)
             keys = k[part].view(-1, layer.tp_k_head_num, layer.qk_head_dim)
             values = v[part].view(-1, layer.tp_v_head_num, layer.v_head_dim)
             out[part] = reference.extend(query[part], keys, values, arena, row.prefix, index, layer.scaling, bases)

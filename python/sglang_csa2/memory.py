@@ -12,7 +12,7 @@ from typing import Any
 from csa2.capacity import ArenaPlan, plan_arena
 from csa2.codec.codec import PageCodec, make_codec
 from csa2.errors import IntegrityError, OptionError
-from csa2.formats import FormatLadder, make_ladder
+from csa2.formats import MERGE, FormatLadder, make_ladder
 from csa2.units import format_bytes
 from sgl_kernels.page_layout import PageGeometry
 
@@ -55,7 +55,8 @@ def around_config_from_budget(
     options = options_here()
     layers = self.layer_info
     geometry = _geometry(self, identity_layers(self.model, layers.start_layer, layers.num_effective_layers))
-    codec, classes = make_codec(geometry, rotation_of(self.model, geometry.head_dim))
+    merged = MERGE.get(options.old_page_format or "", 1) > 1
+    codec, classes = make_codec(geometry, rotation_of(self.model, geometry.head_dim), merged=merged)
     shared = None if options.shared_format == "tail" else options.shared_format
     ladder = make_ladder(geometry, options.kv_format, options.old_page_format, shared, classes)
     plan = plan_arena(_arena_bytes(options.arena_bytes, budget_bytes), ladder.page_bytes, ladder.guard)

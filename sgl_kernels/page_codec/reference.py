@@ -41,13 +41,17 @@ class Entries:
     """(N, heads, E) in nat: log of how many times its own weight an entry stands for. None: 0 everywhere."""
 
 
-def seal_pages(entries: Entries, layout: PageLayout, bases: CodecBases) -> Tensor:
+def seal_pages(entries: Entries, layout: PageLayout, bases: CodecBases, weight: Tensor | None = None) -> Tensor:
     """Encode N full pages, all layers at once.
 
     Args:
         entries: keys and values (N, L x G, E, D) of any float dtype, rotated at their positions, in the model's own basis;
             merged already, with a bias, if `layout` is.
         layout: a coded layout of this geometry.
+        weight: (N, L x G, E) share of attention that each entry is expected to draw. The means that are taken out before
+            quantisation are weighted by it, so that what is left of entries that matter is small and gets small scales. A
+            page without weights (all zero, or None) has the plain mean of keys and no mean of values, because much attention
+            goes to tokens whose value is near zero.
 
     Returns:
         (N, page_bytes) uint8. NaN is stored as 0 and magnitudes beyond `codes.SATURATION` saturate.
@@ -58,17 +62,14 @@ def seal_pages(entries: Entries, layout: PageLayout, bases: CodecBases) -> Tenso
     for head, indices in layout.head_groups:
         chosen = torch.tensor(indices, device=keys.device)
         piece = torch.zeros(n, chosen.numel(), head.piece_bytes, dtype=torch.uint8, device=keys.device)
-        _put_keys(piece, keys[:, chosen], head, bases, chosen)
-        y_mean, scales, coded = _encode_class(values[:, chosen] @ bases.flat, head.value_kind, with_mean=not head.merged)
-        _put(piece, head, "v_codes", pack_lines(coded.transpose(-1, -2), head.value_kind))
-        _put(piece, head, "v_scales", scales)
+        share = _shares(weight[:, chosen] if weight is not None else torch.zeros_like(keys[:, chosen, :, 0]))
+        _put_keys(piece, keys[:, chosen], head, bases, chosen, share)
+        _put_values(piece, values[:, chosen] @ bases.flat, head, share)
         if head.merged:
             if entries.bias is None:
                 raise ValueError("a merged layout needs the bias of its entries")
             steps = (entries.bias[:, chosen] / BIAS_STEP).round().clamp(0, 255)
             _put(piece, head, "bias", steps.to(torch.uint8))
-        else:
-            _put(piece, head, "v_mean", y_mean)
         for i, index in enumerate(indices):
             packed[:, layout.piece_offsets[index] : layout.piece_offsets[index + 1]] = piece[:, i]
     return packed
@@ -117,7 +118,16 @@ def open_pages(packed: Tensor, layout: PageLayout, bases: CodecBases) -> Entries
     return Entries(keys, values, bias)
 
 
-def _put_keys(piece: Tensor, keys: Tensor, head: HeadLayout, bases: CodecBases, index: Tensor) -> None:
+def _put_values(piece: Tensor, y: Tensor, head: HeadLayout, share: Tensor) -> None:
+    """Encode values (N, heads, E, D) in the flat basis into `piece`."""
+    mean = num.encode_e4m3((y * share).sum(-2))
+    scales, coded = _encode_class(y - num.decode_e4m3(mean).unsqueeze(-2), head.value_kind)
+    _put(piece, head, "v_codes", pack_lines(coded.transpose(-1, -2), head.value_kind))
+    _put(piece, head, "v_scales", scales)
+    _put(piece, head, "v_mean", mean)
+
+
+def _put_keys(piece: Tensor, keys: Tensor, head: HeadLayout, bases: CodecBases, index: Tensor, share: Tensor) -> None:
     """Encode keys (N, heads, E, D) into `piece`."""
     y = keys @ bases.flat if head.basis == "flat" else keys
     if head.channel_scales:
@@ -126,14 +136,15 @@ def _put_keys(piece: Tensor, keys: Tensor, head: HeadLayout, bases: CodecBases, 
         _put(piece, head, "k_scales", scales)
         _put(piece, head, "k_codes0", pack_lines(coded, head.key_classes[0].kind))
         return
-    mean = num.encode_e4m3(y.mean(-2))
+    weighted = share.sum(-2, keepdim=True) > 0
+    mean = num.encode_e4m3((y * torch.where(weighted, share, 1 / head.entries)).sum(-2))
     y = y - num.decode_e4m3(mean).unsqueeze(-2)
     if head.basis == "reduced":
         y = y @ _columns(bases, index, head.key_channels)
     _put(piece, head, "k_mean", mean)
     start, class_scales = 0, []
     for i, key_class in enumerate(head.key_classes):
-        _, scales, coded = _encode_class(y[..., start : start + key_class.channels], key_class.kind, with_mean=False)
+        scales, coded = _encode_class(y[..., start : start + key_class.channels], key_class.kind)
         _put(piece, head, f"k_codes{i}", pack_lines(coded, key_class.kind))
         class_scales.append(scales)
         start += key_class.channels
@@ -169,9 +180,8 @@ def _open_pieces(piece: Tensor, head: HeadLayout, bases: CodecBases, heads: slic
     packed = part("v_codes", code_bytes(head.value_kind, d, e))
     values = num.decode_codes(unpack_lines(packed, head.value_kind, d, e), head.value_kind).transpose(-1, -2)
     values = values * num.decode_ue5m3(part("v_scales", e)).unsqueeze(-1)
-    if head.merged:
-        return Entries(keys + mean, values, part("bias", e).to(torch.float32) * BIAS_STEP)
-    return Entries(keys + mean, values + num.decode_e4m3(part("v_mean", d).contiguous()).unsqueeze(-2), None)
+    values = values + num.decode_e4m3(part("v_mean", d).contiguous()).unsqueeze(-2)
+    return Entries(keys + mean, values, part("bias", e).to(torch.float32) * BIAS_STEP if head.merged else None)
 
 
 def _columns(bases: CodecBases, heads: Tensor | slice, channels: int) -> Tensor:
@@ -185,13 +195,16 @@ def _finite(x: Tensor) -> Tensor:
     return torch.nan_to_num(x, nan=0.0).clamp_(-num.SATURATION, num.SATURATION)
 
 
-def _encode_class(y: Tensor, kind: str, *, with_mean: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """y (..., E, C) -> mean bytes (..., C), scale bytes (..., E) and codes (..., E, C)."""
-    mean = num.encode_e4m3(y.mean(-2)) if with_mean else y.new_empty(0, dtype=torch.uint8)
-    if with_mean:
-        y = y - num.decode_e4m3(mean).unsqueeze(-2)
+def _shares(weight: Tensor) -> Tensor:
+    """(N, heads, E, 1) weights that add up to 1, or to 0 where all are 0."""
+    total = weight.sum(-1, keepdim=True)
+    return torch.where(total > 0, weight / total, torch.zeros_like(weight)).unsqueeze(-1)
+
+
+def _encode_class(y: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """y (..., E, C) -> scale bytes (..., E) and codes (..., E, C)."""
     scales = num.encode_ue5m3(num.entry_scales(y, kind))
-    return mean, scales, num.encode_codes(y / num.decode_ue5m3(scales).unsqueeze(-1), kind)
+    return scales, num.encode_codes(y / num.decode_ue5m3(scales).unsqueeze(-1), kind)
 
 
 def _encode_channels(y: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:
