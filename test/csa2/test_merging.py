@@ -92,8 +92,7 @@ def test_every_entry_is_in_the_group_that_is_nearest(case):
             members[pivots.index(entry)].append(entry)
             continue
         distance = [
-            float((keys[entry] - keys[p]).square().sum()) / spread[0]
-            + float((values[entry] - values[p]).square().sum()) / spread[1]
+            sum(float((x[entry] - x[p]).square().sum()) / s for x, s in zip((keys, values), spread, strict=True))
             for p in pivots
         ]
         nearest = sorted(range(groups), key=distance.__getitem__)
