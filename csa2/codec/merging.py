@@ -13,6 +13,9 @@ from sgl_kernels.page_codec.reference import Entries
 WEIGHT_FLOOR = 0.02
 """Added to the weight of each entry, in units of the page's mean: an entry that scores nothing still counts."""
 
+ROUNDING = 2.0**-30
+"""Variance over mean square below which entries do not differ but by fp32 rounding."""
+
 
 def merge_entries(entries: Entries, importance: Tensor, groups: int) -> Entries:
     """Merge E entries of each page and head into `groups`, in their order of position.
@@ -31,7 +34,7 @@ def merge_entries(entries: Entries, importance: Tensor, groups: int) -> Entries:
     dim = keys.shape[-1]
     rows = pivots.unsqueeze(-1).expand(*pivots.shape, dim)
     pivot_keys = keys.gather(-2, rows)
-    distance = _squared_distance(keys, pivot_keys) + _squared_distance(values, values.gather(-2, rows))
+    distance = _squared_distance(keys, rows) + _squared_distance(values, rows)
     nearest = distance.argmin(-1)
     # A pivot is its own group even where another one has the same key and value.
     nearest.scatter_(-1, pivots, torch.arange(groups, device=keys.device).expand_as(pivots))
@@ -44,9 +47,16 @@ def merge_entries(entries: Entries, importance: Tensor, groups: int) -> Entries:
     return Entries(pivot_keys, summed / mass.unsqueeze(-1), bias.clamp_(min=0))
 
 
-def _squared_distance(x: Tensor, pivots: Tensor) -> Tensor:
-    """(..., E, P) squared distance of rows `x` (..., E, D) to pivots (..., P, D), over the variance of the page."""
-    spread = x.var(-2, correction=0).sum(-1)[..., None, None].clamp(min=torch.finfo(torch.float32).tiny)
-    cross = x @ pivots.transpose(-1, -2)
-    squares = x.square().sum(-1).unsqueeze(-1) + pivots.square().sum(-1).unsqueeze(-2)
-    return (squares - 2 * cross) / spread
+def _squared_distance(x: Tensor, rows: Tensor) -> Tensor:
+    """(..., E, P) squared distance of each row of `x` (..., E, D) to its pivots, over the variance of the page.
+
+    Args:
+        rows: (..., P, D) index of the pivots along E, the same in all channels.
+    """
+    centred = x - x.mean(-2, keepdim=True)  # products of a large constant would cancel to noise
+    size = x.square().sum(-1).mean(-1)
+    spread = torch.maximum(centred.square().sum(-1).mean(-1), ROUNDING * size)
+    pivots = centred.gather(-2, rows)
+    squares = centred.square().sum(-1).unsqueeze(-1) + pivots.square().sum(-1).unsqueeze(-2)
+    distance = squares - 2 * (centred @ pivots.transpose(-1, -2))
+    return distance / spread.clamp(min=torch.finfo(torch.float32).tiny)[..., None, None]

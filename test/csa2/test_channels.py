@@ -1,0 +1,133 @@
+"""Which key channels the reduced formats keep, and the bases that mix them."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from codec_bounds import U32
+
+from csa2.codec.channels import BLOCK, SHARE, default_classes, make_rotation, reduced_bases
+from csa2.codec.codec import make_codec
+from csa2.formats import HEAD_DIMS, MERGE, make_ladder
+from sgl_kernels.basis import orthonormal_basis
+from sgl_kernels.page_layout import KeyClass, PageGeometry
+
+ROTATIONS = [(64, True), (64, False), (32, True), (32, False), (2, True), (0, True)]
+
+
+def geometry(dim: int, layers: int = 2, heads: int = 2, identity: tuple[int, ...] = ()) -> PageGeometry:
+    return PageGeometry(layers, heads, dim, 64, torch.bfloat16, identity)
+
+
+def test_pairs_of_the_neox_style_are_half_a_head_apart():
+    assert make_rotation(8, neox=True).pairs == ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert make_rotation(8, neox=False).pairs == ((0, 1), (2, 3), (4, 5), (6, 7))
+
+
+def test_orders_written_out():
+    """The slowest pair first, and what does not rotate before all pairs."""
+    assert make_rotation(8, neox=True).prior_order(8) == [3, 7, 2, 6, 1, 5, 0, 4]
+    assert make_rotation(8, neox=False).prior_order(8) == [6, 7, 4, 5, 2, 3, 0, 1]
+    assert make_rotation(4, neox=True).prior_order(8) == [4, 5, 6, 7, 1, 3, 0, 2]
+    assert make_rotation(4, neox=False).prior_order(8) == [4, 5, 6, 7, 2, 3, 0, 1]
+    assert make_rotation(0, neox=True).prior_order(8) == list(range(8))
+
+
+@pytest.mark.parametrize(("rotary_dim", "neox"), ROTATIONS)
+def test_an_order_has_every_channel_once_and_pairs_together(rotary_dim, neox):
+    rotation = make_rotation(rotary_dim, neox=neox)
+    assert rotation.is_none == (rotary_dim == 0)
+    order = rotation.prior_order(64)
+    assert sorted(order) == list(range(64))
+    place = {channel: i for i, channel in enumerate(order)}
+    assert all(place[b] == place[a] + 1 for a, b in rotation.pairs)
+    # Pair j turns by base^(-2 j / rotary_dim) a token: the first is the fastest.
+    assert all(place[slow[0]] < place[fast[0]] for fast, slow in pairwise(rotation.pairs))
+
+
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+def test_default_classes_of_every_head_dim(dim):
+    classes = default_classes(geometry(dim), make_rotation(dim, neox=True))
+    assert len(classes) == 4
+    fine, coarse = classes[0]
+    assert set(classes) == {(fine, coarse)}
+    assert (fine.kind, coarse.kind) == ("int4", "lloyd2")
+    # Whole Hadamard blocks, as near to 12 + 12 of 32 pairs as they get; no pair is split.
+    assert fine.channels == coarse.channels
+    assert fine.channels % BLOCK == 0
+    assert abs(fine.channels - SHARE * dim) <= BLOCK / 2
+    assert BLOCK <= fine.channels + coarse.channels <= dim
+
+
+def test_the_classes_of_64_and_128_channels():
+    for dim, channels in ((64, 24), (128, 48)):
+        classes = default_classes(geometry(dim), make_rotation(dim, neox=False))
+        assert classes[0] == (KeyClass("int4", channels), KeyClass("lloyd2", channels))
+
+
+def test_without_rotation_every_channel_stays():
+    assert default_classes(geometry(64), make_rotation(0, neox=True)) == ((KeyClass("lloyd2", 64),),) * 4
+
+
+def test_identity_layers_keep_all_their_channels():
+    classes = default_classes(geometry(64, layers=3, identity=(1,)), make_rotation(64, neox=True))
+    assert [len(of_head) for of_head in classes] == [2, 2, 0, 0, 2, 2]
+
+
+def test_columns_select_and_mix():
+    """Two classes, of one block and of a block and three channels; 5 of 16 channels are left out."""
+    classes = ((KeyClass("int4", 8), KeyClass("lloyd2", 3)),)
+    order = [15, 0, 14, 1, 13, 2, 12, 3, 11, 4, 10, 5, 9, 6, 8, 7]
+    (basis,) = reduced_bases(classes, [order], 16)
+    assert basis.shape == (16, 11)
+    assert torch.equal(basis[order[:8], :8], orthonormal_basis(8))
+    assert torch.equal(basis[order[8:11], 8:], orthonormal_basis(3))
+    assert int((basis != 0).sum()) == 64 + int((orthonormal_basis(3) != 0).sum())
+
+
+def test_heads_with_fewer_channels_leave_columns_empty():
+    classes = ((KeyClass("int4", 8), KeyClass("lloyd2", 16)), (), (KeyClass("lloyd2", 8),))
+    bases = reduced_bases(classes, [list(range(32))] * 3, 32)
+    assert bases.shape == (3, 32, 24)
+    assert not bases[1].any()
+    assert not bases[2, :, 8:].any()
+    assert bases[2, :, :8].any(0).all()
+
+
+def test_no_head_at_all_has_no_columns():
+    assert reduced_bases(((), ()), [list(range(32))] * 2, 32).shape == (2, 32, 0)
+
+
+@pytest.mark.parametrize("dim", [32, 34, 46, 64, 80, 96, 100, 112, 128, 192, 254, 256])
+@pytest.mark.parametrize(("rotary", "neox"), [(1.0, True), (1.0, False), (0.5, True), (0.0, True)])
+def test_bases_of_a_model_are_orthonormal_and_keep_the_slowest(dim, rotary, neox):
+    rotation = make_rotation(int(dim * rotary) // 2 * 2, neox=neox)
+    codec, classes = make_codec(geometry(dim, identity=(1,)), rotation)
+    bases = codec.bases.reduced.double()
+    assert torch.equal(codec.bases.flat, orthonormal_basis(dim))
+    assert bases.shape[:2] == (4, dim)
+    for head, of_head in enumerate(classes):
+        channels = sum(c.channels for c in of_head)
+        columns = bases[head, :, :channels]
+        # Each entry of a block is rounded once, and rows of it have length 1.
+        error = (columns.T @ columns - torch.eye(channels)).abs().max() if channels else 0.0
+        assert float(error) <= 2 * U32 * (1 + 1e-6)
+        if of_head:
+            kept = set(torch.nonzero(columns.any(-1)).squeeze(-1).tolist())
+            assert kept == set(rotation.prior_order(dim)[:channels])
+            # Classes do not mix.
+            first = of_head[0].channels
+            assert not (columns[:, :first].any(-1) & columns[:, first:].any(-1)).any()
+
+
+@pytest.mark.parametrize("identity", [(), (0,), (0, 1)])
+@pytest.mark.parametrize(("rotary", "neox"), [(1.0, True), (0.0, True)])
+def test_the_reduced_rungs_of_every_head_dim_are_smaller_than_4_bits(rotary, neox, identity):
+    """Also where all layers keep their channels, and whatever was rounded up to blocks and cache lines."""
+    for dim in HEAD_DIMS:
+        for heads in (1, 3):
+            g = geometry(dim, heads=heads, identity=identity)
+            _, classes = make_codec(g, make_rotation(int(dim * rotary), neox=neox))
+            for tail in MERGE:
+                page_bytes = make_ladder(g, "fp4", tail, "fp8", classes).page_bytes
+                assert list(page_bytes) == sorted(set(page_bytes), reverse=True), (dim, heads, tail)

@@ -1,0 +1,148 @@
+"""How important entries are: against sampled queries, and what must not change it."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from csa2.codec.importance import QueryMoments, expected_attention, importance
+from sgl_kernels.page_codec.reference import Entries
+
+DIM, ENTRIES, REPEAT = 8, 12, 2
+
+
+def some_entries(pages: int = 2, heads: int = 3, seed: int = 0) -> Entries:
+    random = torch.Generator().manual_seed(seed)
+    keys, values = torch.randn(2, pages, heads, ENTRIES, DIM, generator=random)
+    return Entries(keys, values, None)
+
+
+def some_moments(heads: int = 3, size: float = 0.5, seed: int = 1) -> QueryMoments:
+    """Queries with a mean and correlated channels; means and deviations near `size`."""
+    random = torch.Generator().manual_seed(seed)
+    root = torch.randn(heads, REPEAT, DIM, DIM, generator=random) * size / math.sqrt(DIM)
+    return QueryMoments(torch.randn(heads, REPEAT, DIM, generator=random) * size, root @ root.transpose(-1, -2))
+
+
+def scores(keys: Tensor, moments: QueryMoments) -> Tensor:
+    """(pages, heads, E) by the formula, in float64, head by head: E exp(q . k) = exp(mean . k + k Cov k / 2)."""
+    out = torch.zeros(keys.shape[:-1], dtype=torch.float64)
+    for head in range(keys.shape[1]):
+        for mean, covariance in zip(moments.mean[head].double(), moments.covariance[head].double(), strict=True):
+            k = keys[:, head].double()
+            expected = (k @ mean + ((k @ covariance) * k).sum(-1) / 2).exp()
+            out[:, head] += expected / expected.sum(-1, keepdim=True)
+    return out
+
+
+def test_expected_attention_is_the_formula():
+    entries, moments = some_entries(), some_moments()
+    got = expected_attention(entries.keys, moments)
+    assert torch.allclose(got.double(), scores(entries.keys, moments), rtol=1e-5)
+    # A share of each query head.
+    assert torch.allclose(got.sum(-1), torch.full((2, 3), float(REPEAT)))
+
+
+def test_moments_against_sampled_queries():
+    """The mean of exp(q . k) over many queries. For a normal q . k of deviation s the mean of n samples is off by
+    sqrt((exp(s^2) - 1) / n) of itself: with s at most 1.2 and n = 200000 by 0.4 per cent; six times that is no chance."""
+    entries, moments = some_entries(1, 1), some_moments(1, 0.2)
+    random = torch.Generator().manual_seed(2)
+    keys = entries.keys[0, 0].double()
+    want = torch.zeros(ENTRIES, dtype=torch.float64)
+    for mean, covariance in zip(moments.mean[0].double(), moments.covariance[0].double(), strict=True):
+        root = torch.linalg.cholesky(covariance + 1e-12 * torch.eye(DIM))
+        noise = torch.randn(200_000, DIM, generator=random, dtype=torch.float64)
+        assert float(((keys @ covariance) * keys).sum(-1).max()) < 1.2**2
+        expected = ((mean + noise @ root.T) @ keys.T).exp().mean(0)
+        want += expected / expected.sum()
+    assert torch.allclose(expected_attention(entries.keys, moments)[0, 0].double(), want, rtol=0.025)
+
+
+def test_without_moments_the_value_decides():
+    entries = some_entries()
+    size = entries.values.norm(dim=-1)
+    assert torch.allclose(importance(entries, None), size / ENTRIES)
+
+
+def test_the_score_is_expected_attention_times_the_size_of_the_value():
+    entries, moments = some_entries(), some_moments()
+    got = importance(entries, moments)
+    want = scores(entries.keys, moments) / REPEAT * entries.values.double().norm(dim=-1)
+    assert torch.allclose(got.double(), want, rtol=1e-4)
+
+
+def test_a_constant_in_all_keys_changes_nothing_but_through_the_covariance():
+    """Attention does not see what is added to all logits; the part of the formula without covariance does not either."""
+    entries = some_entries()
+    moments = QueryMoments(some_moments().mean, torch.zeros(3, REPEAT, DIM, DIM))
+    shift = torch.randn(DIM, generator=torch.Generator().manual_seed(3))
+    moved = expected_attention(entries.keys + shift, moments)
+    assert torch.allclose(moved, expected_attention(entries.keys, moments), rtol=1e-4)
+
+
+@pytest.mark.parametrize("with_moments", [False, True])
+def test_any_basis_will_do(with_moments):
+    """Keys and moments in another orthonormal basis, values in a third one."""
+    entries, moments = some_entries(), some_moments()
+    bases = torch.linalg.qr(torch.randn(2, DIM, DIM, generator=torch.Generator().manual_seed(4))).Q
+    turned = Entries(entries.keys @ bases[0], entries.values @ bases[1], None)
+    rotated = QueryMoments(moments.mean @ bases[0], bases[0].T @ moments.covariance @ bases[0])
+    before = importance(entries, moments if with_moments else None)
+    assert torch.allclose(importance(turned, rotated if with_moments else None), before, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("with_moments", [False, True])
+def test_the_order_of_entries_pages_and_heads_does_not_matter(with_moments):
+    entries = some_entries(4)
+    moments = some_moments() if with_moments else None
+    before = importance(entries, moments)
+    order = torch.randperm(ENTRIES, generator=torch.Generator().manual_seed(5))
+    shuffled = importance(Entries(entries.keys[:, :, order], entries.values[:, :, order], None), moments)
+    assert torch.allclose(shuffled, before[..., order], rtol=1e-5)
+    one = importance(Entries(entries.keys[2:3], entries.values[2:3], None), moments)
+    assert torch.allclose(one, before[2:3], rtol=1e-5)
+    # Query heads of a KV head are added up: their order does not matter.
+    if moments is not None:
+        swapped = importance(entries, QueryMoments(moments.mean.flip(1), moments.covariance.flip(1)))
+        assert torch.allclose(swapped, before, rtol=1e-5)
+
+
+@pytest.mark.parametrize("with_moments", [False, True])
+def test_an_entry_that_stands_for_many_counts_as_many(with_moments):
+    """A bias of log 3 is three equal entries, for each query head alone."""
+    entries, moments = some_entries(1, 3), None
+    if with_moments:
+        moments = QueryMoments(some_moments().mean[:, :1], some_moments().covariance[:, :1])
+    bias = torch.zeros(1, 3, ENTRIES)
+    bias[..., 4] = math.log(3)
+    biased = importance(Entries(entries.keys, entries.values, bias), moments)
+    repeated = torch.tensor([*range(ENTRIES), 4, 4])
+    apart = importance(Entries(entries.keys[:, :, repeated], entries.values[:, :, repeated], None), moments)
+    together = apart[..., :ENTRIES].clone()
+    together[..., 4] += apart[..., ENTRIES:].sum(-1)
+    # A page's scores are comparable with each other: up to a factor.
+    assert torch.allclose(biased / biased.sum(-1, keepdim=True), together / together.sum(-1, keepdim=True), rtol=1e-4)
+
+
+def test_extreme_keys_give_finite_scores():
+    entries = some_entries()
+    keys = entries.keys.clone()
+    keys[0, 0, 3] = 2.0**15
+    keys[0, 1] = -(2.0**15)
+    keys[1] = 0
+    got = importance(Entries(keys, entries.values, None), some_moments())
+    assert bool(got.isfinite().all())
+    assert bool((got >= 0).all())
+    assert float(got[0, 0].argmax()) == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_entries_of_any_dtype(dtype):
+    entries, moments = some_entries(), some_moments()
+    half = Entries(entries.keys.to(dtype), entries.values.to(dtype), None)
+    got = importance(half, moments)
+    assert got.dtype == torch.float32
+    assert torch.equal(got, importance(Entries(half.keys.float(), half.values.float(), None), moments))
+    assert moments.to("cpu").mean is moments.mean
