@@ -1,4 +1,4 @@
-"""A small sample of the queries each running request asked, kept for scoring its pages when they are merged."""
+"""A small sample of the queries each running request asked, kept for scoring its pages when they are sealed."""
 
 from collections import OrderedDict
 
@@ -9,6 +9,8 @@ SAMPLE_TOKENS = 16
 """Queries kept of a request, spread over its newest tokens. 64 score no better than 16 on SmolLM2-135M."""
 SAMPLE_WINDOW = 1024
 """Newest tokens of a chunk that the sample is spread over: queries far back ask for what lay around them then."""
+DECODE_INTERVAL = SAMPLE_WINDOW // SAMPLE_TOKENS
+"""Generated tokens between two that enter the sample, each in place of the oldest."""
 MAX_REQUESTS = 64
 """Requests whose samples are kept; beyond it the one updated longest ago goes."""
 
@@ -20,27 +22,24 @@ class QuerySamples:
         self.num_layers, self.num_kv_heads = num_layers, num_kv_heads
         self._samples: OrderedDict[int, Tensor] = OrderedDict()
 
-    def record(self, slot: int, layer: int, queries: Tensor, scale: float) -> None:
-        """Keep a sample of the rotated `queries` (T, H, D) of one layer of the request in `slot`.
+    def record_extend(self, slot: int, layer: int, queries: Tensor, scale: float) -> None:
+        """Sample the rotated `queries` (T, H, D) of one layer of the request in `slot`.
 
         Few tokens do not replace the sample of many; a request that has none takes what there is.
         """
-        tokens, heads, dim = queries.shape
-        groups = self.num_kv_heads
+        tokens = queries.shape[0]
+        sample = self._sample_of(slot, queries)[self._heads(layer)]
+        if tokens < SAMPLE_TOKENS and bool(sample.any()):
+            return
         first = max(0, tokens - SAMPLE_WINDOW)
         rows = torch.linspace(first, tokens - 1, SAMPLE_TOKENS).long()
-        chosen = queries[rows].float() * scale
-        sample = self._samples.get(slot)
-        shape = (self.num_layers * groups, heads // groups * SAMPLE_TOKENS, dim)
-        if sample is not None and tokens < SAMPLE_TOKENS and bool(sample[layer * groups].any()):
-            return
-        if sample is None:
-            sample = self._samples[slot] = torch.zeros(shape, dtype=torch.bfloat16, device=queries.device)
-        per_group = chosen.view(SAMPLE_TOKENS, groups, heads // groups, dim).permute(1, 2, 0, 3).flatten(1, 2)
-        sample[layer * groups : (layer + 1) * groups] = per_group.to(sample.dtype)
-        self._samples.move_to_end(slot)
-        while len(self._samples) > MAX_REQUESTS:
-            self._samples.popitem(last=False)
+        sample.copy_((queries[rows].float() * scale).permute(1, 0, 2).reshape(sample.shape))
+
+    def record_decode(self, slot: int, layer: int, query: Tensor, scale: float, length: int) -> None:
+        """Let the rotated `query` (H, D) of a generated token enter the sample; `length` is that of its sequence."""
+        sample = self._sample_of(slot, query)[self._heads(layer)]
+        column = length // DECODE_INTERVAL % SAMPLE_TOKENS
+        sample.view(-1, SAMPLE_TOKENS, query.shape[-1])[:, column] = (query.float() * scale).to(sample.dtype)
 
     def of(self, slots: Tensor) -> Tensor | None:
         """(N, L x G, M, D) samples of the requests in `slots` (N,), zero for one that has none; None if nobody has one."""
@@ -53,3 +52,18 @@ class QuerySamples:
     def clear(self) -> None:
         """Forget all samples."""
         self._samples.clear()
+
+    def _heads(self, layer: int) -> slice:
+        return slice(layer * self.num_kv_heads, (layer + 1) * self.num_kv_heads)
+
+    def _sample_of(self, slot: int, queries: Tensor) -> Tensor:
+        """(L x G, M, D) bf16 sample of `slot`, made on first use for queries (..., H, D)."""
+        heads, dim = queries.shape[-2:]
+        sample = self._samples.get(slot)
+        if sample is None:
+            shape = (self.num_layers * self.num_kv_heads, heads // self.num_kv_heads * SAMPLE_TOKENS, dim)
+            sample = self._samples[slot] = torch.zeros(shape, dtype=torch.bfloat16, device=queries.device)
+        self._samples.move_to_end(slot)
+        while len(self._samples) > MAX_REQUESTS:
+            self._samples.popitem(last=False)
+        return sample

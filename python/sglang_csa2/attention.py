@@ -4,13 +4,14 @@ UPSTREAM(sglang 0.5.23): subclass of `AttentionBackend`, registered by name.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch import Tensor
 
+from csa2.codec.queries import DECODE_INTERVAL
 from csa2.errors import IntegrityError, UnsupportedModelError
 from sgl_kernels.paged_attention import reference
 from sgl_kernels.paged_attention.plan import PagePlan, plan_pages
@@ -30,6 +31,14 @@ class ExtendRow:
     prefix: PagePlan
 
 
+class DecodeSample(NamedTuple):
+    """A generated token whose query enters the sample of its request."""
+
+    token: int
+    slot: int
+    length: int
+
+
 @dataclass(frozen=True)
 class StepPlan:
     """What one forward pass reads; shared by all layers."""
@@ -38,6 +47,8 @@ class StepPlan:
     """Requests with one new token: read whole, new token included."""
     decode_tokens: Tensor
     """(B,) int64 index of their token in the batch."""
+    sampled: tuple[DecodeSample, ...]
+    """Requests of `decode` whose query is kept for scoring their pages."""
     extend: tuple[ExtendRow, ...]
 
 
@@ -70,7 +81,8 @@ class Csa2AttentionBackend(AttentionBackend):
         store.facts.first[pages[:, : store.protected_pages]] = True
         if forward_batch.forward_mode.is_decode():
             tokens = torch.arange(lengths.numel())
-            self._step = StepPlan(self._plan(pages, lengths), tokens, ())
+            sampled = _decode_samples(tokens, forward_batch.req_pool_indices, lengths)
+            self._step = StepPlan(self._plan(pages, lengths), tokens, sampled, ())
         else:
             self._step = self._plan_extend(forward_batch, pages, lengths)
 
@@ -108,9 +120,11 @@ class Csa2AttentionBackend(AttentionBackend):
         if step.decode is not None:
             one = reference.decode(query[step.decode_tokens], arena, step.decode, index, layer.scaling, bases)
             out[step.decode_tokens] = one.to(out.dtype)
+        for token, slot, length in step.sampled:
+            self.store.samples.record_decode(slot, index, query[token], layer.scaling, length)
         for row in step.extend:
             part = slice(row.start, row.end)
-            self.store.samples.record(row.slot, index, query[part], layer.scaling)
+            self.store.samples.record_extend(row.slot, index, query[part], layer.scaling)
             keys = k[part].view(-1, layer.tp_k_head_num, layer.qk_head_dim)
             values = v[part].view(-1, layer.tp_v_head_num, layer.v_head_dim)
             out[part] = reference.extend(query[part], keys, values, arena, row.prefix, index, layer.scaling, bases)
@@ -135,7 +149,16 @@ class Csa2AttentionBackend(AttentionBackend):
             prefix = self._plan(pages[row : row + 1], (lengths - new)[row : row + 1])
             slot = int(forward_batch.req_pool_indices[row])
             rows.append(ExtendRow(int(ends[row] - new[row]), int(ends[row]), slot, prefix))
-        return StepPlan(decode, (ends - 1)[single], tuple(rows))
+        tokens = (ends - 1)[single]
+        sampled = _decode_samples(tokens, forward_batch.req_pool_indices[single], lengths[single])
+        return StepPlan(decode, tokens, sampled, tuple(rows))
+
+
+def _decode_samples(tokens: Tensor, slots: Tensor, lengths: Tensor) -> tuple[DecodeSample, ...]:
+    """Those of the single-token requests whose turn it is to be sampled."""
+    due = torch.nonzero(lengths % DECODE_INTERVAL == 0).squeeze(-1)
+    rows = zip(tokens[due].tolist(), slots[due].tolist(), lengths[due].tolist(), strict=True)
+    return tuple(DecodeSample(*row) for row in rows)
 
 
 def make_backend(runner: Any) -> Csa2AttentionBackend:
