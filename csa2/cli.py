@@ -1,4 +1,4 @@
-"""The `csa2` command: `csa2 demo-model` and `csa2 info`."""
+"""The `csa2` command: `csa2 demo-model`, `csa2 info` and `csa2 calibrate`."""
 
 import argparse
 import json
@@ -21,6 +21,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments.command == "demo-model":
             return _demo_model(arguments.cache_dir)
+        if arguments.command == "calibrate":
+            return _calibrate(arguments)
         return _info(arguments.url, arguments.json)
     except Csa2Error as error:
         print(f"csa2 {arguments.command} failed: {error}", file=sys.stderr)
@@ -60,6 +62,18 @@ def _parser() -> argparse.ArgumentParser:
         help="also ask the server at URL (default: %(const)s), started with --kv-compress csa2",
     )
     info.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+    calibrate = commands.add_parser(
+        "calibrate",
+        help="find out which key channels of a model matter most",
+        description="Run a model over text and write a calibration folder for --csa2-calibration.",
+    )
+    calibrate.add_argument("--model", required=True, metavar="DIR", help="folder of the model")
+    calibrate.add_argument("--text", required=True, nargs="+", metavar="FILE", help="text like what will be served")
+    calibrate.add_argument("--out", required=True, metavar="DIR", help="folder to write")
+    calibrate.add_argument("--samples", type=int, default=256, help="pieces of text to read (default: %(default)s)")
+    calibrate.add_argument("--sample-tokens", type=int, default=512, help="tokens of a piece (default: %(default)s)")
+    calibrate.add_argument("--seed", type=int, default=0, help="which pieces (default: %(default)s)")
     return parser
 
 
@@ -68,6 +82,26 @@ def _demo_model(cache_dir: str | None) -> int:
 
     folder = ensure_demo_model(cache_dir, say=lambda line: print(line, file=sys.stderr, flush=True))
     print(folder)
+    return 0
+
+
+def _calibrate(arguments: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from csa2.calibrate.run import ADVISED_SAMPLES, CalibrateOptions, calibrate
+
+    options = CalibrateOptions(
+        model=Path(arguments.model),
+        texts=tuple(Path(path) for path in arguments.text),
+        out=Path(arguments.out),
+        samples=arguments.samples,
+        sample_tokens=arguments.sample_tokens,
+        seed=arguments.seed,
+    )
+    samples = calibrate(options).config.samples
+    if samples < ADVISED_SAMPLES:
+        print(f"csa2 calibrate: only {samples} samples, give text for {ADVISED_SAMPLES} or more", file=sys.stderr)
+    print(options.out)
     return 0
 
 

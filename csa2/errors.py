@@ -27,3 +27,7 @@ class IntegrityError(Csa2Error, RuntimeError):
 
 class DemoModelError(Csa2Error, RuntimeError):
     """The demo model could not be fetched or converted."""
+
+
+class CalibrationError(Csa2Error, ValueError):
+    """A calibration that cannot be made, read, or used for this model."""

@@ -37,6 +37,7 @@ class CacheOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     tail_format: TailFormat = "ratio"
     kv_format: CodeFormat = "fp4"
     protect_tokens: int = 64
+    calibration: str | None = None
     impl: Impl = "auto"
 
     @property

@@ -47,13 +47,14 @@ def make_rotation(rotary_dim: int, *, neox: bool) -> Rotation:
     return Rotation(tuple((j, j + half) if neox else (2 * j, 2 * j + 1) for j in range(half)))
 
 
-def default_classes(geometry: PageGeometry, rotation: Rotation, *, merged: bool) -> HeadClasses:
-    """Key classes of every head when nothing is known of the model but its rotation.
+def default_classes(geometry: PageGeometry, *, merged: bool, all_alike: bool = False) -> HeadClasses:
+    """Key classes of every head, the same for all.
 
     Args:
         merged: for the formats that merge tokens.
+        all_alike: nothing is known that makes one channel more important than another.
     """
-    if rotation.is_none:
+    if all_alike:
         # Any channel may matter: all of them at two bits, which takes no more bytes.
         classes: tuple[KeyClass, ...] = (KeyClass(COARSE, geometry.head_dim),)
     else:

@@ -50,14 +50,18 @@ class PageCodec:
         return Entries(pair[:, :, 0].flatten(1, 2), pair[:, :, 1].flatten(1, 2), None)
 
 
-def make_codec(geometry: PageGeometry, rotation: Rotation, *, merged: bool = False) -> tuple[PageCodec, HeadClasses]:
-    """The codec without calibration, and the key classes of its reduced format.
+def make_codec(
+    geometry: PageGeometry, rotation: Rotation, orders: list[list[int]] | None = None, *, merged: bool = False
+) -> tuple[PageCodec, HeadClasses]:
+    """The codec of a model, and the key classes of its reduced format.
 
     Args:
-        merged: whether that format merges tokens.
+        orders: for each of the L x G heads its channels, the most important first; None: the slowest rotary pairs first.
+        merged: whether the reduced format merges tokens.
     """
-    classes = default_classes(geometry, rotation, merged=merged)
-    orders = [rotation.prior_order(geometry.head_dim)] * len(classes)
+    classes = default_classes(geometry, merged=merged, all_alike=orders is None and rotation.is_none)
+    if orders is None:
+        orders = [rotation.prior_order(geometry.head_dim)] * len(classes)
     bases = CodecBases(orthonormal_basis(geometry.head_dim), reduced_bases(classes, orders, geometry.head_dim))
     return PageCodec(bases), classes
 

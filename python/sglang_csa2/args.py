@@ -104,6 +104,13 @@ class Csa2ServerArgs(ServerArgs, kw_only=True, dict=True):  # type: ignore[call-
             "model wrote them while memory is not short."
         ),
     ] = _DEFAULTS.protect_tokens
+    csa2_calibration: Annotated[
+        str | None,
+        Arg(
+            help="Folder made by `csa2 calibrate` for this model: which key channels matter most. Left out: the slowest "
+            "rotary pairs first. Used by --csa2-ratio 2, 4 and 8."
+        ),
+    ] = _DEFAULTS.calibration
     csa2_impl: Annotated[
         str,
         Arg(
@@ -144,6 +151,7 @@ def options_from(server_args: Any) -> CacheOptions:
         shared_format=cast(SharedFormat, server_args.csa2_shared_format),
         tail_format=cast(TailFormat, server_args.csa2_tail_format),
         kv_format=cast(CodeFormat, server_args.csa2_kv_format),
+        calibration=_text_or_none(server_args.csa2_calibration),
         protect_tokens=_whole_number(server_args, "csa2_protect_tokens"),
         impl=cast(Impl, server_args.csa2_impl),
     )

@@ -50,13 +50,16 @@ def around_config_from_budget(
 
     if not enabled_here():
         return orig(self, budget_bytes, cap_tokens=cap_tokens)
+    from sglang_csa2.calibration import calibrated_orders
     from sglang_csa2.model import identity_layers, rotation_of
 
     options = options_here()
     layers = self.layer_info
     geometry = _geometry(self, identity_layers(self.model, layers.start_layer, layers.num_effective_layers))
     merged = MERGE.get(options.old_page_format or "", 1) > 1
-    codec, classes = make_codec(geometry, rotation_of(self.model, geometry.head_dim), merged=merged)
+    rotation = rotation_of(self.model, geometry.head_dim)
+    orders = calibrated_orders(options, geometry, layers.start_layer)
+    codec, classes = make_codec(geometry, rotation, orders, merged=merged)
     shared = None if options.shared_format == "tail" else options.shared_format
     ladder = make_ladder(geometry, options.kv_format, options.old_page_format, shared, classes)
     plan = plan_arena(_arena_bytes(options.arena_bytes, budget_bytes), ladder.page_bytes, ladder.guard)

@@ -13,6 +13,7 @@ from csa2.errors import IntegrityError, OptionError
 from csa2.options import PAGE_SIZE
 from sglang_csa2 import plugin, refusals
 from sglang_csa2.args import SCHEME, Csa2ServerArgs, check_unused_options, enabled, flag_of, options_from
+from sglang_csa2.calibration import check_calibration
 
 SOURCE = "csa2"
 """Who declared our values, in SGLang's provenance."""
@@ -81,9 +82,11 @@ def model(server_args: Any, previous: Step) -> None:
         UnsupportedModelError: its KV cache cannot be compressed.
     """
     if enabled(server_args):
-        from sglang.srt.arg_groups.overrides import model_config_of
+        from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
 
         refusals.check_model(model_config_of(server_args))
+        config = resolving_view(server_args)
+        check_calibration(options_from(config), config.model_path)
     previous(server_args)
 
 

@@ -1,0 +1,126 @@
+"""The calibration folder: `calibration.safetensors`, `config.json` and a model card."""
+
+from pathlib import Path
+
+import msgspec
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from csa2.calibrate.fingerprint import ModelShape, model_shape, weights_digest
+from csa2.errors import CalibrationError
+
+FORMAT_VERSION = 1
+TENSORS, CONFIG, CARD = "calibration.safetensors", "config.json", "README.md"
+
+
+class CalibrationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """config.json: which model, which text, which software."""
+
+    format_version: int
+    model_name: str
+    shape: ModelShape
+    weights_digest: str | None
+    data_digest: str
+    """SHA-256 of the text that was read."""
+    samples: int
+    sample_tokens: int
+    seed: int
+    versions: dict[str, str]
+
+
+class Calibration(msgspec.Struct, frozen=True, kw_only=True):
+    """What a calibration knows of a model. Axes: L layers, G KV heads of the whole model, D head dim."""
+
+    config: CalibrationConfig
+    channel_order: Tensor
+    """(L, G, D) int16: channels of the keys, the most important first; the two of a rotary pair together."""
+
+    def orders(self, layers: range, heads: range) -> list[list[int]]:
+        """Channel order of each head of one rank, layer-major."""
+        chosen = self.channel_order[layers.start : layers.stop, heads.start : heads.stop]
+        orders: list[list[int]] = chosen.flatten(0, 1).tolist()
+        return orders
+
+
+def save(calibration: Calibration, folder: Path) -> None:
+    """Write the calibration to `folder`, made if need be.
+
+    Raises:
+        CalibrationError: the folder cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        safetensors.torch.save_file({"channel_order": calibration.channel_order.contiguous()}, folder / TENSORS)
+        config = msgspec.json.format(msgspec.json.encode(calibration.config), indent=2)
+        (folder / CONFIG).write_bytes(config + b"\n")
+        (folder / CARD).write_text(_card(calibration.config), encoding="utf-8")
+    except OSError as error:
+        raise CalibrationError(f"the calibration cannot be written to {folder}: {error}") from error
+
+
+def load(folder: Path) -> Calibration:
+    """Read a calibration.
+
+    Raises:
+        CalibrationError: it is not there, damaged, or of another version.
+    """
+    try:
+        config = msgspec.json.decode((folder / CONFIG).read_bytes(), type=CalibrationConfig)
+        tensors = safetensors.torch.load_file(folder / TENSORS)
+    except FileNotFoundError as error:
+        raise CalibrationError(
+            f"{folder} holds no calibration ({error.filename or error} is missing): make it with `csa2 calibrate`"
+        ) from None
+    except (OSError, msgspec.MsgspecError, safetensors.SafetensorError) as error:
+        raise CalibrationError(
+            f"the calibration in {folder} cannot be read ({error}): make it again with `csa2 calibrate`"
+        ) from error
+    if config.format_version != FORMAT_VERSION:
+        raise CalibrationError(
+            f"the calibration in {folder} has version {config.format_version}, this release reads {FORMAT_VERSION}: make it "
+            f"again with `csa2 calibrate`"
+        )
+    order, shape = tensors.get("channel_order"), config.shape
+    wanted = (shape.num_layers, shape.num_kv_heads, shape.head_dim)
+    complete = torch.arange(shape.head_dim, dtype=torch.int16)
+    if order is None or tuple(order.shape) != wanted or not bool((order.sort(-1).values == complete).all()):
+        raise CalibrationError(f"the calibration in {folder} is damaged: make it again with `csa2 calibrate`")
+    return Calibration(config=config, channel_order=order)
+
+
+def check_model(calibration: Calibration, folder: Path, *, source: str) -> None:
+    """Refuse a calibration of another model than the one in `folder`.
+
+    Raises:
+        CalibrationError: names both models and what differs.
+    """
+    config = calibration.config
+    made_for = f"the calibration in {source} was made for {config.model_name}"
+    remedy = f"make one for it with `csa2 calibrate --model {folder}`"
+    shape = model_shape(folder)
+    if shape != config.shape:
+        raise CalibrationError(f"{made_for} ({_shape(config.shape)}), the model in {folder} has {_shape(shape)}: {remedy}")
+    digest = weights_digest(folder)
+    if digest is not None and config.weights_digest is not None and digest != config.weights_digest:
+        raise CalibrationError(f"{made_for}, the model in {folder} has the same shape but other weights: {remedy}")
+
+
+def _shape(shape: ModelShape) -> str:
+    heads = f"{shape.num_query_heads} query and {shape.num_kv_heads} KV heads"
+    return f"{shape.num_layers} layers, {heads}, head_dim {shape.head_dim}"
+
+
+def _card(config: CalibrationConfig) -> str:
+    versions = "\n".join(f"* {name} {version}" for name, version in sorted(config.versions.items()))
+    return f"""# Calibration of {config.model_name} for sglang-csa2
+
+Serve with `--kv-compress csa2 --csa2-calibration THIS_FOLDER`. It tells the formats with reduced keys which key channels of
+each head matter most.
+
+* Model: {_shape(config.shape)}, weights {config.weights_digest or "not examined"}
+* Text: {config.samples} samples of {config.sample_tokens} tokens, SHA-256 {config.data_digest}, seed {config.seed}
+
+{versions}
+"""

@@ -1,0 +1,64 @@
+"""The calibration of the served model: checked before anything is spawned, cut to what a rank holds."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from csa2.calibrate.artefact import check_model, load
+from csa2.errors import CalibrationError
+from csa2.formats import MERGE
+from csa2.options import CacheOptions
+from sgl_kernels.page_layout import PageGeometry
+
+logger = logging.getLogger(__name__)
+
+
+def check_calibration(options: CacheOptions, model_path: str) -> None:
+    """Load the calibration that `options` name and compare it with the model, if that lies in a local folder.
+
+    Raises:
+        CalibrationError: it cannot be read, or belongs to another model.
+    """
+    if options.calibration is None:
+        return
+    calibration = load(Path(options.calibration))
+    if Path(model_path).is_dir():
+        check_model(calibration, Path(model_path), source=options.calibration)
+
+
+def calibrated_orders(options: CacheOptions, geometry: PageGeometry, start_layer: int) -> list[list[int]] | None:
+    """Channel order of each head of this rank, or None without a calibration.
+
+    Raises:
+        CalibrationError: the calibration has other layers, heads or channels than the model.
+    """
+    if options.calibration is None:
+        if options.old_page_format in MERGE:
+            logger.warning(
+                "csa2: no --csa2-calibration, so --csa2-ratio %s keeps the slowest rotary pairs of each key; "
+                "`csa2 calibrate` finds a better choice",
+                options.ratio,
+            )
+        return None
+    shape = load(Path(options.calibration)).config.shape
+    layers = range(start_layer, start_layer + geometry.num_layers)
+    heads = _local_heads(shape.num_kv_heads, geometry.num_kv_heads)
+    if layers.stop > shape.num_layers or heads.stop > shape.num_kv_heads or geometry.head_dim != shape.head_dim:
+        raise CalibrationError(
+            f"--csa2-calibration {options.calibration} has {shape.num_layers} layers of {shape.num_kv_heads} KV heads with "
+            f"{shape.head_dim} channels, the model has other ones: make one for it with `csa2 calibrate`"
+        )
+    return load(Path(options.calibration)).orders(layers, heads)
+
+
+def _local_heads(total: int, local: int) -> range:
+    """KV heads of this rank, of `total` in the model; with more ranks than heads some ranks share one."""
+    parallel = _parallel()
+    first = parallel.attn_tp_rank * total // parallel.attn_tp_size
+    return range(first, first + local)
+
+
+def _parallel() -> Any:
+    from sglang.srt.runtime_context import get_parallel
+
+    return get_parallel()
