@@ -103,13 +103,17 @@ def assert_same(before: Content, after: Content) -> None:
     assert before.bias is after.bias is None or torch.equal(before.bias, after.bias)
 
 
-def assert_near(store: PageStore, before: Content, after: Content, index: int) -> None:
-    """`after` is `before` stored in format `index`: merged where the format merges, which is exact, and then coded."""
+def assert_near(store: PageStore, before: Content, after: Content, index: int, reader: int = -1) -> None:
+    """`after` is `before` stored in format `index`: merged where the format merges, which is exact, and then coded.
+
+    Args:
+        reader: slot of the request that read the page last.
+    """
     layout = store.ladder.layouts[index]
     keys, values = before.entries[:, None].float()
     entries = Entries(keys, values, None if before.bias is None else before.bias[None].float())
     if layout.is_merged:
-        entries = merge_entries(entries, importance(entries, None), layout.entries)
+        entries = merge_entries(entries, importance(entries, store.samples.of(torch.tensor([reader]))), layout.entries)
     bounds = entry_norm_bounds(entries.keys, entries.values, layout, store.codec.bases)
     want = torch.cat((entries.keys, entries.values)).double()
     assert bool(((after.entries - want).norm(dim=-1) <= torch.cat(bounds)).all())

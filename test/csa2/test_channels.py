@@ -75,14 +75,21 @@ def test_identity_layers_keep_all_their_channels():
 
 
 def test_columns_select_and_mix():
-    """Two classes, of one block and of a block and three channels; 5 of 16 channels are left out."""
-    classes = ((KeyClass("int4", 8), KeyClass("lloyd2", 3)),)
-    order = [15, 0, 14, 1, 13, 2, 12, 3, 11, 4, 10, 5, 9, 6, 8, 7]
-    (basis,) = reduced_bases(classes, [order], 16)
-    assert basis.shape == (16, 11)
-    assert torch.equal(basis[order[:8], :8], orthonormal_basis(8))
-    assert torch.equal(basis[order[8:11], 8:], orthonormal_basis(3))
-    assert int((basis != 0).sum()) == 64 + int((orthonormal_basis(3) != 0).sum())
+    """Two classes, of one block and of three; each block gets every third pair. 4 of 32 channels are left out."""
+    classes = ((KeyClass("int4", 8), KeyClass("lloyd2", 20)),)
+    order = make_rotation(32, neox=True).prior_order(32)
+    pairs = [order[c : c + 2] for c in range(0, 32, 2)]
+    (basis,) = reduced_bases(classes, [order], 32)
+    assert basis.shape == (32, 28)
+    start = 0
+    for block in ((0, 1, 2, 3), (4, 7, 10, 13), (5, 8, 11), (6, 9, 12)):
+        channels = [channel for pair in block for channel in pairs[pair]]
+        end = start + len(channels)
+        assert torch.equal(basis[channels, start:end], orthonormal_basis(len(channels)))
+        basis[channels, start:end] = 0
+        start = end
+    assert start == 28
+    assert not basis.any()
 
 
 def test_heads_with_fewer_channels_leave_columns_empty():
