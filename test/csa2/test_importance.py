@@ -37,7 +37,7 @@ def scoring(by: str, pages: int = 2, heads: int = 3) -> dict[str, Any]:
 
 
 def scores(keys: Tensor, moments: QueryMoments) -> Tensor:
-    """(pages, heads, E) mean of the query heads, by the formula, in float64, head by head: E exp(q . k) = exp(mean . k + k Cov k / 2)."""
+    """(pages, heads, E) mean of the query heads in float64, by the formula: E exp(q . k) = exp(mean . k + k Cov k / 2)."""
     out = torch.zeros(keys.shape[:-1], dtype=torch.float64)
     for head in range(keys.shape[1]):
         for mean, covariance in zip(moments.mean[head].double(), moments.covariance[head].double(), strict=True):

@@ -1,6 +1,7 @@
 """Samples of the queries that running requests asked."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -45,7 +46,7 @@ def test_a_sample_is_spread_over_the_newest_tokens(tokens, repeat):
         first = max(0, tokens - SAMPLE_WINDOW)
         assert (rows[0], rows[-1]) == (first, tokens - 1)
         # Evenly: no gap is wider than a token more than the mean one.
-        widest = max(b - a for a, b in zip(rows, rows[1:], strict=False))
+        widest = max(b - a for a, b in pairwise(rows))
         assert widest <= math.ceil((tokens - 1 - first) / (SAMPLE_TOKENS - 1)) + 1
 
 
