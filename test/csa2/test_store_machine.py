@@ -166,13 +166,13 @@ class StoreMachine(RuleBasedStateMachine):
         self.store.clock += 1
         self.store.touch(pages, torch.full_like(pages, data.draw(st.integers(0, 3), label="slot")))
 
-    @rule(slot=st.integers(0, 3), tokens=st.sampled_from([3, 16, 40]), seed=st.integers(0, 99))
-    @precondition(lambda self: self.LADDER.layouts[-1].is_merged)
+    @rule(slot=st.integers(0, 3), tokens=st.sampled_from([1, 3, 16, 40]), seed=st.integers(0, 99))
     def ask(self, slot, tokens, seed):
-        """A request asks queries, by which the pages that it read last are scored when they are merged."""
+        """A request asks queries, by which the entries of the pages that it read last are weighted."""
         queries = torch.randn(2, tokens, 3, 32, generator=torch.Generator().manual_seed(seed))
         for layer, of_layer in enumerate(queries):
-            self.store.samples.record(slot, layer, of_layer, 0.2)
+            self.store.samples.record_extend(slot, layer, of_layer, 0.2)
+            self.store.samples.record_decode(slot, layer, of_layer[0], 0.2, 64 * seed)
         self.note_changes([])
 
     @rule(data=st.data())
