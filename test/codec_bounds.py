@@ -18,7 +18,8 @@ Nothing here calls the codec. Bounds are float64 functions of what was sealed; a
    *Codes of a channel* (identity layers) are never clipped, because s' is rounded up: s' / 2 with s = max|r| / 7.5, or
    e4m3 as above.
 4. *The mean* (midpoint) is stored as E4M3 before the residual r is taken from it, so its rounding does not reach the
-   result; it only makes r larger, by at most fact 1. What the reduced basis leaves out of r is lost.
+   result; it only makes r larger, by at most fact 1. Means are weighted by attention; without weights keys have the plain
+   mean and values none. What the reduced basis leaves out of r is lost.
 
 The bases are orthonormal: the error of an entry has the same L2 norm before and after them. A bias is off by half a step of
 1/16 nat, up to 255 of them.
@@ -65,12 +66,28 @@ def code_error(y: Tensor, off: Tensor | float, kind: str) -> Tensor:
     return torch.maximum(largest / 5, scale / 4) if kind == "e2m1" else torch.maximum(largest / 17, scale * 2.0**-10)
 
 
-def entry_error(y: Tensor, kind: str, *, with_mean: bool = True) -> Tensor:
-    """Largest error of each channel of entries coded as a whole; y (..., E, D) float64 in the basis of the codes."""
-    if not with_mean:
-        return code_error(y, 0.0, kind)
-    mean = y.mean(-2, keepdim=True)
-    return code_error(y - mean, e4m3_error(mean), kind)
+def shares_of(weight: Tensor | None, y: Tensor, *, plain: bool) -> Tensor:
+    """(N, heads, E, 1) float64 weights that add up to 1, for y (N, heads, E, D).
+
+    Args:
+        plain: whether a page without weights has the plain mean, or else none.
+    """
+    share = torch.zeros(y.shape[:-1], dtype=torch.float64) if weight is None else weight.double()
+    total = share.sum(-1, keepdim=True)
+    share = torch.where(total > 0, share / total, 1 / y.shape[-2] if plain else 0.0)
+    return share.unsqueeze(-1)
+
+
+def mean_error(mean: Tensor) -> Tensor:
+    """Largest error of a stored mean; a mean that there is not is stored exactly."""
+    return torch.where(mean == 0, 0.0, e4m3_error(mean))
+
+
+def entry_error(y: Tensor, kind: str, share: Tensor) -> Tensor:
+    """Largest error of each channel of entries coded as a whole; y (..., E, D) float64 in the basis of the codes, `share`
+    (..., E, 1) the weights of its mean."""
+    mean = (y * share).sum(-2, keepdim=True)
+    return code_error(y - mean, mean_error(mean), kind)
 
 
 def channel_error(y: Tensor, kind: str) -> Tensor:
@@ -83,17 +100,18 @@ def channel_error(y: Tensor, kind: str) -> Tensor:
     return torch.maximum(residual / 17, scale * 2.0**-10) if kind == "e4m3" else (scale / 2).expand_as(y)
 
 
-def reduced_error(y: Tensor, head: HeadLayout, columns: Tensor) -> tuple[Tensor, Tensor]:
+def reduced_error(y: Tensor, head: HeadLayout, columns: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
     """Of keys with reduced channels: largest error of each kept channel (..., E, C), and of what is left out, per entry
     (..., E), as an L2 norm.
 
     Args:
         y: (..., E, D) float64 in the model's own basis.
         columns: (..., D, C) orthonormal.
+        share: (..., E, 1) weights of the mean.
     """
     wide = columns.double()
-    mean = y.mean(-2, keepdim=True)
-    off = e4m3_error(mean)
+    mean = (y * share).sum(-2, keepdim=True)
+    off = mean_error(mean)
     inside = (y - mean) @ wide
     inside_off, start, errors = off @ wide.abs(), 0, []
     for key_class in head.key_classes:
@@ -120,25 +138,27 @@ def kept(x: Tensor) -> Tensor:
     return torch.nan_to_num(x.double(), nan=0.0).clamp(-(2.0**15), 2.0**15)
 
 
-def entry_norm_bounds(keys: Tensor, values: Tensor, layout: PageLayout, bases: CodecBases) -> tuple[Tensor, Tensor]:
-    """Largest L2 error of every entry after sealing; keys and values (N, L x G, E, D), bounds (N, L x G, E)."""
+def entry_norm_bounds(
+    keys: Tensor, values: Tensor, layout: PageLayout, bases: CodecBases, weight: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Largest L2 error of every entry after sealing; keys and values (N, L x G, E, D), `weight` and bounds (N, L x G, E)."""
     k, v, wide = kept(keys), kept(values), bases.flat.double()
+    k_share, v_share = shares_of(weight, k, plain=True), shares_of(weight, v, plain=False)
     k_bound, v_bound = torch.empty(k.shape[:-1], dtype=torch.float64), torch.empty(v.shape[:-1], dtype=torch.float64)
     for head, indices in layout.head_groups:
         chosen = list(indices)
-        x = k[:, chosen]
+        x, share = k[:, chosen], k_share[:, chosen]
         lost: Tensor | float = 0.0
         if head.basis == "reduced":
             assert bases.reduced is not None
-            error, lost = reduced_error(x, head, bases.reduced[chosen, :, : head.key_channels])
+            error, lost = reduced_error(x, head, bases.reduced[chosen, :, : head.key_channels], share)
         else:
             y = x @ wide if head.basis == "flat" else x
             kind = head.key_classes[0].kind
-            error = channel_error(y, kind) if head.channel_scales else entry_error(y, kind)
+            error = channel_error(y, kind) if head.channel_scales else entry_error(y, kind, share)
         k_bound[:, chosen] = (error + rounding_slack(x)).norm(dim=-1) + lost
         x = v[:, chosen]
-        error = entry_error(x @ wide, head.value_kind, with_mean=not head.merged)
-        v_bound[:, chosen] = (error + rounding_slack(x)).norm(dim=-1)
+        v_bound[:, chosen] = (entry_error(x @ wide, head.value_kind, v_share[:, chosen]) + rounding_slack(x)).norm(dim=-1)
     return k_bound, v_bound
 
 
@@ -184,7 +204,7 @@ class Opened:
     key_means: Tensor
     """(N, L x G, D) in the basis in which they are stored."""
     value_means: Tensor
-    """(N, L x G, D) in the flat basis; 0 where a page has none."""
+    """(N, L x G, D) in the flat basis."""
 
 
 @cache
@@ -213,10 +233,8 @@ def piece_parts(head: HeadLayout) -> dict[str, tuple[int, int]]:
     sizes["v_codes"] = code_places(head.value_kind, d, e)[2]
     sizes["k_scales"] = d if head.channel_scales else len(head.key_classes) * e
     sizes["v_scales"] = e
-    sizes["k_mean"] = d
-    if not head.merged:
-        sizes["v_mean"] = d
-    else:
+    sizes["k_mean"] = sizes["v_mean"] = d
+    if head.merged:
         sizes["bias"] = e
     parts, start = {}, 0
     for name, size in sizes.items():
@@ -266,6 +284,6 @@ def _open_piece(
     if head.basis == "flat":
         keys = keys @ flat
     values = codes("v_codes", head.value_kind, d, e).swapaxes(-1, -2) * UE5M3_VALUES[part("v_scales")][..., None]
-    v_mean = np.zeros_like(k_mean) if head.merged else E4M3_VALUES[part("v_mean")]
+    v_mean = E4M3_VALUES[part("v_mean")]
     bias = part("bias") / 16 if head.merged else 0.0
     return keys, (values + v_mean[:, None]) @ flat, bias, k_mean, v_mean

@@ -10,6 +10,7 @@ from csa2.codec.importance import QueryMoments, attention_share, observed_attent
 from csa2.codec.merging import merge_entries
 from csa2.formats import HeadClasses
 from sgl_kernels.basis import orthonormal_basis
+from sgl_kernels.codes import SATURATION
 from sgl_kernels.page_codec.reference import CodecBases, Entries, open_pages, seal_pages
 from sgl_kernels.page_layout import PageGeometry, PageLayout
 
@@ -72,4 +73,5 @@ def finite(entries: Entries) -> Entries:
 
 
 def _finite(x: Tensor) -> Tensor:
-    return torch.nan_to_num(x.float(), nan=0.0, posinf=0.0, neginf=0.0)
+    # What is finite but beyond what a page holds has a square that is not.
+    return torch.nan_to_num(x.float(), nan=0.0, posinf=0.0, neginf=0.0).clamp_(-SATURATION, SATURATION)

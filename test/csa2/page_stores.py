@@ -9,13 +9,13 @@ from torch import Tensor
 from csa2.capacity import ArenaPlan
 from csa2.codec.channels import make_rotation, reduced_bases
 from csa2.codec.codec import PageCodec
-from csa2.codec.importance import importance
+from csa2.codec.importance import attention_share, observed_attention
 from csa2.codec.merging import merge_entries
 from csa2.formats import MERGE, PLAIN, FormatLadder, make_ladder, packing
 from csa2.store import PageStore
 from sgl_kernels.basis import orthonormal_basis
 from sgl_kernels.page_codec.reference import CodecBases, Entries
-from sgl_kernels.page_layout import KeyClass, PageGeometry
+from sgl_kernels.page_layout import KeyClass, PageGeometry, PageLayout
 from sgl_kernels.paged_attention.reference import plain_rows, write_plain
 
 SIZE = 16
@@ -103,14 +103,29 @@ def assert_same(before: Content, after: Content) -> None:
     assert before.bias is after.bias is None or torch.equal(before.bias, after.bias)
 
 
-def assert_near(store: PageStore, before: Content, after: Content, index: int) -> None:
-    """`after` is `before` stored in format `index`: merged where the format merges, which is exact, and then coded."""
+def merged_for(codec: PageCodec, entries: Entries, layout: PageLayout, queries: Tensor | None) -> tuple[Entries, Tensor]:
+    """Entries as `layout` will code them, merged by their importance if it merges, and the attention they draw."""
+    entries = Entries(entries.keys.float(), entries.values.float(), entries.bias)
+    observed = observed_attention(entries, queries)
+    if layout.is_merged:
+        share = attention_share(entries, observed, codec.moments)
+        entries = merge_entries(entries, share * entries.values.norm(dim=-1), layout.entries)
+        observed = observed_attention(entries, queries)
+    return entries, observed
+
+
+def assert_near(store: PageStore, before: Content, after: Content, index: int, reader: int = -1) -> None:
+    """`after` is `before` stored in format `index`: merged where the format merges, which is exact, and then coded.
+
+    Args:
+        reader: slot of the request that read the page last.
+    """
     layout = store.ladder.layouts[index]
     keys, values = before.entries[:, None].float()
     entries = Entries(keys, values, None if before.bias is None else before.bias[None].float())
-    if layout.is_merged:
-        entries = merge_entries(entries, importance(entries, None), layout.entries)
-    bounds = entry_norm_bounds(entries.keys, entries.values, layout, store.codec.bases)
+    queries = store.samples.of(torch.tensor([reader]))
+    entries, observed = merged_for(store.codec, entries, layout, queries)
+    bounds = entry_norm_bounds(entries.keys, entries.values, layout, store.codec.bases, observed)
     want = torch.cat((entries.keys, entries.values)).double()
     assert bool(((after.entries - want).norm(dim=-1) <= torch.cat(bounds)).all())
     assert (after.bias is None) == (not layout.is_merged)

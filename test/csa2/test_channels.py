@@ -6,7 +6,15 @@ import pytest
 import torch
 from codec_bounds import U32
 
-from csa2.codec.channels import BLOCK, SHARE, default_classes, make_rotation, reduced_bases
+from csa2.codec.channels import (
+    BLOCK,
+    COARSE_SHARE,
+    FINE_SHARE,
+    MERGED_COARSE_SHARE,
+    default_classes,
+    make_rotation,
+    reduced_bases,
+)
 from csa2.codec.codec import make_codec
 from csa2.formats import HEAD_DIMS, MERGE, make_ladder
 from sgl_kernels.basis import orthonormal_basis
@@ -45,44 +53,56 @@ def test_an_order_has_every_channel_once_and_pairs_together(rotary_dim, neox):
     assert all(place[slow[0]] < place[fast[0]] for fast, slow in pairwise(rotation.pairs))
 
 
+@pytest.mark.parametrize("merged", [False, True])
 @pytest.mark.parametrize("dim", HEAD_DIMS)
-def test_default_classes_of_every_head_dim(dim):
-    classes = default_classes(geometry(dim), make_rotation(dim, neox=True))
+def test_default_classes_of_every_head_dim(dim, merged):
+    classes = default_classes(geometry(dim), make_rotation(dim, neox=True), merged=merged)
     assert len(classes) == 4
     fine, coarse = classes[0]
     assert set(classes) == {(fine, coarse)}
     assert (fine.kind, coarse.kind) == ("int4", "lloyd2")
-    # Whole Hadamard blocks, as near to 12 + 12 of 32 pairs as they get; no pair is split.
-    assert fine.channels == coarse.channels
-    assert fine.channels % BLOCK == 0
-    assert abs(fine.channels - SHARE * dim) <= BLOCK / 2
-    assert BLOCK <= fine.channels + coarse.channels <= dim
+    # Whole Hadamard blocks, as near to their share of the pairs as they get; no pair is split.
+    for of_class, share in ((fine, FINE_SHARE), (coarse, MERGED_COARSE_SHARE if merged else COARSE_SHARE)):
+        assert of_class.channels % BLOCK == 0
+        assert abs(of_class.channels - share * dim) <= BLOCK / 2
+        assert of_class.channels >= BLOCK
+    assert fine.channels + coarse.channels <= dim
 
 
 def test_the_classes_of_64_and_128_channels():
-    for dim, channels in ((64, 24), (128, 48)):
-        classes = default_classes(geometry(dim), make_rotation(dim, neox=False))
-        assert classes[0] == (KeyClass("int4", channels), KeyClass("lloyd2", channels))
+    for dim in (64, 128):
+        for merged, coarse in ((False, 12), (True, 8)):
+            classes = default_classes(geometry(dim), make_rotation(dim, neox=False), merged=merged)
+            assert classes[0] == (KeyClass("int4", dim * 12 // 32), KeyClass("lloyd2", dim * coarse // 32))
 
 
-def test_without_rotation_every_channel_stays():
-    assert default_classes(geometry(64), make_rotation(0, neox=True)) == ((KeyClass("lloyd2", 64),),) * 4
+@pytest.mark.parametrize("merged", [False, True])
+def test_without_rotation_every_channel_stays(merged):
+    classes = default_classes(geometry(64), make_rotation(0, neox=True), merged=merged)
+    assert classes == ((KeyClass("lloyd2", 64),),) * 4
 
 
 def test_identity_layers_keep_all_their_channels():
-    classes = default_classes(geometry(64, layers=3, identity=(1,)), make_rotation(64, neox=True))
+    classes = default_classes(geometry(64, layers=3, identity=(1,)), make_rotation(64, neox=True), merged=False)
     assert [len(of_head) for of_head in classes] == [2, 2, 0, 0, 2, 2]
 
 
 def test_columns_select_and_mix():
-    """Two classes, of one block and of a block and three channels; 5 of 16 channels are left out."""
-    classes = ((KeyClass("int4", 8), KeyClass("lloyd2", 3)),)
-    order = [15, 0, 14, 1, 13, 2, 12, 3, 11, 4, 10, 5, 9, 6, 8, 7]
-    (basis,) = reduced_bases(classes, [order], 16)
-    assert basis.shape == (16, 11)
-    assert torch.equal(basis[order[:8], :8], orthonormal_basis(8))
-    assert torch.equal(basis[order[8:11], 8:], orthonormal_basis(3))
-    assert int((basis != 0).sum()) == 64 + int((orthonormal_basis(3) != 0).sum())
+    """Two classes, of one block and of three; each block gets every third pair. 4 of 32 channels are left out."""
+    classes = ((KeyClass("int4", 8), KeyClass("lloyd2", 20)),)
+    order = make_rotation(32, neox=True).prior_order(32)
+    pairs = [order[c : c + 2] for c in range(0, 32, 2)]
+    (basis,) = reduced_bases(classes, [order], 32)
+    assert basis.shape == (32, 28)
+    start = 0
+    for block in ((0, 1, 2, 3), (4, 7, 10, 13), (5, 8, 11), (6, 9, 12)):
+        channels = [channel for pair in block for channel in pairs[pair]]
+        end = start + len(channels)
+        assert torch.equal(basis[channels, start:end], orthonormal_basis(len(channels)))
+        basis[channels, start:end] = 0
+        start = end
+    assert start == 28
+    assert not basis.any()
 
 
 def test_heads_with_fewer_channels_leave_columns_empty():
@@ -100,9 +120,10 @@ def test_no_head_at_all_has_no_columns():
 
 @pytest.mark.parametrize("dim", [32, 34, 46, 64, 80, 96, 100, 112, 128, 192, 254, 256])
 @pytest.mark.parametrize(("rotary", "neox"), [(1.0, True), (1.0, False), (0.5, True), (0.0, True)])
-def test_bases_of_a_model_are_orthonormal_and_keep_the_slowest(dim, rotary, neox):
+@pytest.mark.parametrize("merged", [False, True])
+def test_bases_of_a_model_are_orthonormal_and_keep_the_slowest(merged, dim, rotary, neox):
     rotation = make_rotation(int(dim * rotary) // 2 * 2, neox=neox)
-    codec, classes = make_codec(geometry(dim, identity=(1,)), rotation)
+    codec, classes = make_codec(geometry(dim, identity=(1,)), rotation, merged=merged)
     bases = codec.bases.reduced.double()
     assert torch.equal(codec.bases.flat, orthonormal_basis(dim))
     assert bases.shape[:2] == (4, dim)
@@ -127,7 +148,7 @@ def test_the_reduced_rungs_of_every_head_dim_are_smaller_than_4_bits(rotary, neo
     for dim in HEAD_DIMS:
         for heads in (1, 3):
             g = geometry(dim, heads=heads, identity=identity)
-            _, classes = make_codec(g, make_rotation(int(dim * rotary), neox=neox))
-            for tail in MERGE:
+            for tail, merge in MERGE.items():
+                _, classes = make_codec(g, make_rotation(int(dim * rotary), neox=neox), merged=merge > 1)
                 page_bytes = make_ladder(g, "fp4", tail, "fp8", classes).page_bytes
                 assert list(page_bytes) == sorted(set(page_bytes), reverse=True), (dim, heads, tail)

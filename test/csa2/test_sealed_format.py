@@ -39,8 +39,9 @@ def test_a_page_never_asks_for_more_bytes_when_it_gets_old(rows, ladder, marks):
 
 def test_forgotten_pages_are_as_new():
     facts, _, _ = facts_of([{"use": 5, "hits": 2, "first": True, "written": 3}] * 2)
+    facts.reader[1:] = 7
     facts.forget(torch.tensor([2]))
     fresh = PageFacts.empty(3)
-    for name in ("last_use", "hits", "first", "written"):
+    for name in ("last_use", "hits", "first", "written", "reader"):
         assert getattr(facts, name)[2] == getattr(fresh, name)[2]
         assert getattr(facts, name)[1] != getattr(fresh, name)[1]

@@ -104,7 +104,7 @@ class StoreMachine(RuleBasedStateMachine):
             assert index > known.format
             assert index <= self.LADDER.guard or not self.store.facts.first[page]
             content = read_page(self.store, page)
-            assert_near(self.store, known.content, content, index)
+            assert_near(self.store, known.content, content, index, int(self.store.facts.reader[page]))
             self.demotions[f"{names[known.format]}->{names[index]}"] += 1
             self.pages[page] = Page(index, SIZE, content, raw(self.store, page))
 
@@ -164,7 +164,16 @@ class StoreMachine(RuleBasedStateMachine):
         self.store.facts.hits[pages] = hits
         self.store.facts.first[pages] = first
         self.store.clock += 1
-        self.store.touch(pages)
+        self.store.touch(pages, torch.full_like(pages, data.draw(st.integers(0, 3), label="slot")))
+
+    @rule(slot=st.integers(0, 3), tokens=st.sampled_from([1, 3, 16, 40]), seed=st.integers(0, 99))
+    def ask(self, slot, tokens, seed):
+        """A request asks queries, by which the entries of the pages that it read last are weighted."""
+        queries = torch.randn(2, tokens, 3, 32, generator=torch.Generator().manual_seed(seed))
+        for layer, of_layer in enumerate(queries):
+            self.store.samples.record_extend(slot, layer, of_layer, 0.2)
+            self.store.samples.record_decode(slot, layer, of_layer[0], 0.2, 64 * seed)
+        self.note_changes([])
 
     @rule(data=st.data())
     @precondition(lambda self: self.pages)

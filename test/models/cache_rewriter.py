@@ -7,6 +7,7 @@ from codec_bounds import open_by_the_letter
 from torch import Tensor
 
 from csa2.codec.codec import make_codec
+from csa2.codec.queries import DECODE_INTERVAL, QuerySamples
 from csa2.formats import make_ladder
 from csa2.options import PAGE_SIZE
 from sgl_kernels.page_codec.reference import Entries
@@ -32,6 +33,39 @@ class CacheRewriter:
         # Merged pages have fewer entries than the rows of SGLang's cache.
         self.layouts = {layout.name: layout for layout in make_ladder(geometry, "fp4", "csa2-2x", "fp8", classes).layouts}
         self.done: set[int] = set()
+        self.samples = QuerySamples(self.pool.layer_num, self.pool.head_num)
+        self.reader: dict[int, int] = {}
+        self._watch(scheduler.tp_worker.model_runner)
+
+    def _watch(self, runner: Any) -> None:
+        """Keep what the codec is told of queries: a sample of each request, and who read each page last."""
+        backend, table = runner.attn_backend, runner.req_to_token_pool.req_to_token
+        plan, extend, decode = backend.init_forward_metadata, backend.forward_extend, backend.forward_decode
+
+        def init_forward_metadata(batch: Any) -> Any:
+            for slot, length in zip(batch.req_pool_indices.tolist(), batch.seq_lens.tolist(), strict=True):
+                self.reader.update(dict.fromkeys((table[slot, :length:PAGE_SIZE] // PAGE_SIZE).tolist(), slot))
+            return plan(batch)
+
+        def forward_extend(q: Tensor, k: Tensor, v: Tensor, layer: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+            rows = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim).split(batch.extend_seq_lens.tolist())
+            slots, lengths = batch.req_pool_indices.tolist(), batch.seq_lens.tolist()
+            for slot, length, queries in zip(slots, lengths, rows, strict=True):
+                if len(queries) > 1:
+                    self.samples.record_extend(slot, layer.layer_id, queries, layer.scaling)
+                elif length % DECODE_INTERVAL == 0:
+                    self.samples.record_decode(slot, layer.layer_id, queries[0], layer.scaling, length)
+            return extend(q, k, v, layer, batch, *args, **kwargs)
+
+        def forward_decode(q: Tensor, k: Tensor, v: Tensor, layer: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+            queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+            for slot, length, query in zip(batch.req_pool_indices.tolist(), batch.seq_lens.tolist(), queries, strict=True):
+                if length % DECODE_INTERVAL == 0:
+                    self.samples.record_decode(slot, layer.layer_id, query, layer.scaling, length)
+            return decode(q, k, v, layer, batch, *args, **kwargs)
+
+        backend.init_forward_metadata, backend.forward_extend = init_forward_metadata, forward_extend
+        backend.forward_decode = forward_decode
 
     def rewrite(self, pages: Tensor, formats: list[str]) -> None:
         """Replace keys and values of those `pages` that are coded in `formats` and were not yet."""
@@ -43,11 +77,15 @@ class CacheRewriter:
             rows = slice(page * PAGE_SIZE, (page + 1) * PAGE_SIZE)
             keys = torch.cat([k[rows].transpose(0, 1) for k in self.pool.k_buffer])[None]
             values = torch.cat([v[rows].transpose(0, 1) for v in self.pool.v_buffer])[None]
-            opened = open_by_the_letter(self.codec.seal(Entries(keys, values, None), layout), layout, self.codec.bases)
+            queries = self.samples.of(torch.tensor([self.reader.get(page, -1)]))
+            packed = self.codec.seal(Entries(keys, values, None), layout, queries)
+            opened = open_by_the_letter(packed, layout, self.codec.bases)
             for buffers, entries in ((self.pool.k_buffer, opened.keys), (self.pool.v_buffer, opened.values)):
                 for buffer, heads in zip(buffers, entries[0].split(self.pool.head_num), strict=True):
                     buffer[rows] = heads.transpose(0, 1).to(buffer.dtype)
 
     def forget_freed(self, scheduler: Any) -> None:
         """A page that changes hands is plain again."""
-        self.done.difference_update(scheduler.token_to_kv_pool_allocator.get_all_free_pages().tolist())
+        for page in scheduler.token_to_kv_pool_allocator.get_all_free_pages().tolist():
+            self.done.discard(page)
+            self.reader.pop(page, None)

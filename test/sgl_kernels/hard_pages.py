@@ -64,6 +64,14 @@ def biases(layout: PageLayout, n: int, seed: int = 0) -> Tensor | None:
     return torch.rand(shape, generator=torch.Generator().manual_seed(seed)).square() * 17
 
 
+def weights(layout: PageLayout, n: int, seed: int = 0) -> Tensor:
+    """(N, L x G, E) attention of each entry, as uneven as softmax makes it; 0 in every third page, which has no sample."""
+    shape = (n, len(layout.heads), layout.entries)
+    weight = torch.softmax(3 * torch.randn(shape, generator=torch.Generator().manual_seed(seed)), -1)
+    weight[2::3] = 0
+    return weight
+
+
 def entries_of(keys: Tensor, values: Tensor, layout: PageLayout) -> Entries:
     return Entries(keys, values, biases(layout, keys.shape[0]))
 
@@ -102,9 +110,11 @@ def in_layer(x: Tensor, layout: PageLayout, layer: int) -> Tensor:
     return x[:, layer * g : (layer + 1) * g]
 
 
-def sealed_and_opened(keys: Tensor, values: Tensor, layout: PageLayout) -> tuple[Tensor, Tensor, Tensor]:
+def sealed_and_opened(
+    keys: Tensor, values: Tensor, layout: PageLayout, weight: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Packed bytes, then keys and values that came back, float64."""
     bases = bases_of(layout.geometry)
-    packed = seal_pages(entries_of(keys, values, layout), layout, bases)
+    packed = seal_pages(entries_of(keys, values, layout), layout, bases, weight)
     opened = open_pages(packed, layout, bases)
     return packed, opened.keys.double(), opened.values.double()

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields
 
 import torch
 from codec_bounds import U16, U32, open_by_the_letter
-from hard_pages import FORMATS, bases_of, biases, layout_of
+from hard_pages import FORMATS, bases_of, biases, layout_of, weights
 from torch import Tensor
 
 from sgl_kernels.page_codec.reference import CodecBases, Entries, seal_pages
@@ -179,7 +179,8 @@ def place(scene: Scene, page: int, index: int, valid: int, tail: int, random: to
         slots = scene.layouts[0].page_bytes // layout.page_bytes
         scene.offsets[page] += page % slots * layout.page_bytes
         bias = biases(layout, 1, seed=page)
-        stored = seal_pages(Entries(*content.flatten(1, 2)[:, None], bias), layout, scene.bases).view(-1)
+        entries = Entries(*content.flatten(1, 2)[:, None], bias)
+        stored = seal_pages(entries, layout, scene.bases, weights(layout, 1, seed=page)).view(-1)
         held = opened(stored, layout, scene.bases)
     start = int(scene.offsets[page])
     scene.arena[start : start + layout.page_bytes] = stored

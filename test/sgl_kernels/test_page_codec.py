@@ -13,6 +13,7 @@ from codec_bounds import (
     open_by_the_letter,
     reduced_error,
     rounding_slack,
+    shares_of,
 )
 from hard_pages import (
     DIMS,
@@ -31,6 +32,7 @@ from hard_pages import (
     layout_of,
     normal,
     sealed_and_opened,
+    weights,
 )
 from torch import Tensor
 
@@ -39,10 +41,12 @@ from sgl_kernels.page_layout import PageGeometry, PageLayout
 
 
 def assert_within_bounds(keys: Tensor, values: Tensor, layout: PageLayout) -> None:
-    _, k, v = sealed_and_opened(keys, values, layout)
-    k_bound, v_bound = entry_norm_bounds(keys, values, layout, bases_of(layout.geometry))
-    assert bool(((k - kept(keys)).norm(dim=-1) <= k_bound).all())
-    assert bool(((v - kept(values)).norm(dim=-1) <= v_bound).all())
+    """With weights and without."""
+    for weight in (None, weights(layout, len(keys))):
+        _, k, v = sealed_and_opened(keys, values, layout, weight)
+        k_bound, v_bound = entry_norm_bounds(keys, values, layout, bases_of(layout.geometry), weight)
+        assert bool(((k - kept(keys)).norm(dim=-1) <= k_bound).all())
+        assert bool(((v - kept(values)).norm(dim=-1) <= v_bound).all())
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -62,20 +66,22 @@ def test_each_channel_is_within_its_own_bound(dim, name):
     keys, values = hard_entries(layout)
     bases = bases_of(layout.geometry)
     wide = bases.flat.double()
-    _, k, v = sealed_and_opened(keys, values, layout)
+    weight = weights(layout, len(keys))
+    _, k, v = sealed_and_opened(keys, values, layout, weight)
     x, y = kept(keys), kept(values)
+    k_share, v_share = shares_of(weight, x, plain=True), shares_of(weight, y, plain=False)
     slack = rounding_slack(y)
     for index, head in enumerate(layout.heads):
-        bound = entry_error(y[:, index] @ wide, head.value_kind, with_mean=not head.merged)
+        bound = entry_error(y[:, index] @ wide, head.value_kind, v_share[:, index])
         assert bool((((v - y)[:, index] @ wide).abs() <= bound + slack[:, index]).all())
         error, kind, slack_k = (k - x)[:, index], head.key_classes[0].kind, rounding_slack(x)[:, index]
         if head.basis == "identity":
             assert bool((error.abs() <= channel_error(x[:, index], kind) + slack_k).all())
         elif head.basis == "flat":
-            assert bool(((error @ wide).abs() <= entry_error(x[:, index] @ wide, kind) + slack_k).all())
+            assert bool(((error @ wide).abs() <= entry_error(x[:, index] @ wide, kind, k_share[:, index]) + slack_k).all())
         else:
             columns = bases.reduced[index, :, : head.key_channels]
-            bound, lost = reduced_error(x[:, index], head, columns)
+            bound, lost = reduced_error(x[:, index], head, columns, k_share[:, index])
             inside = error @ columns.double()
             assert bool((inside.abs() <= bound + slack_k).all())
             outside = error - inside @ columns.double().T
@@ -87,19 +93,21 @@ def test_the_bound_is_not_an_empty_promise(name):
     """On ordinary data errors reach a fair part of the bound; a bound ten times too wide would hide a lost bit."""
     layout = layout_of(name, geometry(64, 3, torch.float32))
     keys, values = normal(layout, 4, 3), normal(layout, 4, 4)
-    _, k, v = sealed_and_opened(keys, values, layout)
-    k_bound, v_bound = entry_norm_bounds(keys, values, layout, bases_of(layout.geometry))
-    for index in range(6):
-        assert float(((k - keys).norm(dim=-1) / k_bound)[:, index].max()) > 0.4
-        assert float(((v - values).norm(dim=-1) / v_bound)[:, index].max()) > 0.4
+    for weight in (None, weights(layout, 4)):
+        _, k, v = sealed_and_opened(keys, values, layout, weight)
+        k_bound, v_bound = entry_norm_bounds(keys, values, layout, bases_of(layout.geometry), weight)
+        for index in range(6):
+            assert float(((k - keys).norm(dim=-1) / k_bound)[:, index].max()) > 0.4
+            assert float(((v - values).norm(dim=-1) / v_bound)[:, index].max()) > 0.4
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", FORMATS)
-def test_zeros_come_back_as_zeros(name, dtype):
+@pytest.mark.parametrize("weighted", [False, True])
+def test_zeros_come_back_as_zeros(weighted, name, dtype):
     layout = layout_of(name, geometry(64, 3, dtype))
     zeros = torch.zeros_like(normal(layout, 2)).to(dtype)
-    packed, k, v = sealed_and_opened(zeros, zeros, layout)
+    packed, k, v = sealed_and_opened(zeros, zeros, layout, weights(layout, 2) if weighted else None)
     # The sixteen even levels of a channel have no zero: half a step of the smallest scale remains.
     eight_bit_keys = name in ("fp8", "k8v4")
     assert float(in_layer(k, layout, IDENTITY).abs().max()) <= (0 if eight_bit_keys else 2.0**-16)
@@ -115,7 +123,7 @@ def test_a_constant_page_is_left_to_the_mean(name):
     """What the rounding of the mean leaves is all that the codes must carry."""
     layout = layout_of(name, geometry(64, 1, torch.float32))
     x = normal(layout, 1)[..., :1, :].expand(1, 2, layout.entries, 64)
-    _, k, v = sealed_and_opened(x, x, layout)
+    _, k, v = sealed_and_opened(x, x, layout, weights(layout, 1))
     # In the basis of the mean the residual r of a constant y is at most |y| / 17. Codes make it smaller: FP8 is off by
     # 1/17 of r in each channel, the others by half their widest step, with the scale max|r| / top. Two bits have the scale
     # rms(r): |error|^2 <= sum of (0.56 rms)^2 and r^2, which is (1 + 0.56^2) |r|^2. What is left out is |r| itself.
@@ -129,20 +137,19 @@ def test_a_constant_page_is_left_to_the_mean(name):
         return
     left = x.double().norm(dim=-1) / 17 * math.sqrt(1 + 0.56**2)
     assert bool((in_layer((k - x).norm(dim=-1), layout, FLAT) <= in_layer(left, layout, FLAT)).all())
-    if not layout.is_merged:
-        assert bool(((v - x).norm(dim=-1) <= left).all())
+    assert bool(((v - x).norm(dim=-1) <= left).all())
 
 
-@pytest.mark.parametrize("name", [name for name in FORMATS if name not in ("csa2-4x", "csa2-8x")])
+@pytest.mark.parametrize("name", FORMATS)
 def test_an_outlier_channel_is_harmless_where_it_is_constant(name):
     """A channel at 300 in every token is the page mean's business, not the codes'."""
     layout = layout_of(name, geometry(64, 1, torch.float32))
     plain = normal(layout, 1)
     outlier = plain.clone()
     outlier[..., 3] += 300
-    error = {}
+    error, even = {}, torch.ones(1, 2, layout.entries)
     for what, x in (("plain", plain), ("outlier", outlier)):
-        _, _, v = sealed_and_opened(x, x, layout)
+        _, _, v = sealed_and_opened(x, x, layout, even)
         error[what] = float((v - x).norm())
     # 300 / 8 = 37.5 in each channel of the basis; its E4M3 rounding is at most 37.5 / 17 = 2.2 standard deviations in
     # a residual whose largest is about 2.4: at most twice the scale and so about twice the error, not 300 times.
@@ -200,7 +207,7 @@ def test_a_nan_token_costs_its_neighbours_nothing(name):
     with_zeros = keys.clone()
     keys[..., 11, :], with_zeros[..., 11, :] = math.nan, 0.0
     bases = bases_of(layout.geometry)
-    packed = [seal_pages(entries_of(x, x, layout), layout, bases) for x in (keys, with_zeros)]
+    packed = [seal_pages(entries_of(x, x, layout), layout, bases, weights(layout, 1)) for x in (keys, with_zeros)]
     assert torch.equal(*packed)
 
 
@@ -222,7 +229,9 @@ def test_sealing_leaves_its_inputs_alone(name, dtype):
     keys[0, 0, 0, 0] = math.nan
     entries = entries_of(keys, values, layout)
     before = keys.clone(), values.clone(), None if entries.bias is None else entries.bias.clone()
-    seal_pages(entries, layout, bases_of(layout.geometry))
+    weight = weights(layout, 2)
+    seal_pages(entries, layout, bases_of(layout.geometry), weight)
+    assert torch.equal(weight, weights(layout, 2))
     assert torch.equal(keys.nan_to_num(), before[0].nan_to_num())
     assert torch.equal(values, before[1])
     assert entries.bias is before[2] is None or torch.equal(entries.bias, before[2])
@@ -255,7 +264,8 @@ def test_an_opened_layer_is_in_the_basis_that_it_says(dim, layer, name):
     """With q' = H q where the keys are in the flat basis: q' . key is the logit; values come back through the basis."""
     layout = layout_of(name, geometry(dim, 3))
     bases = bases_of(layout.geometry)
-    packed = sealed_and_opened(*hard_entries(layout, 3), layout)[0]
+    keys, values = hard_entries(layout, 3)
+    packed = sealed_and_opened(keys, values, layout, weights(layout, len(keys)))[0]
     start, size = layout.layer_range(layer)
     opened = open_layer(packed[:, start : start + size].contiguous(), layout, layer, bases)
     letter = open_by_the_letter(packed, layout, bases)

@@ -1,12 +1,15 @@
-"""What is special about reduced keys and merged entries: channels left out, the bias, no mean of values."""
+"""Channels that reduced keys leave out, the bias of merged entries, and means weighted by attention."""
 
 import math
 from dataclasses import replace
 
 import pytest
 import torch
-from codec_bounds import CODE_VALUES, U32, bias_error, kept, open_by_the_letter
+from codec_bounds import CODE_VALUES, U32, bias_error, kept, open_by_the_letter, shares_of
 from hard_pages import (
+    FLAT,
+    FORMATS,
+    IDENTITY,
     PAGE_SIZES,
     REDUCED,
     bases_of,
@@ -17,8 +20,11 @@ from hard_pages import (
     layout_of,
     normal,
     sealed_and_opened,
+    weights,
 )
+from torch import Tensor
 
+from sgl_kernels.basis import orthonormal_basis
 from sgl_kernels.page_codec.reference import CodecBases, Entries, open_pages, seal_pages
 from sgl_kernels.page_layout import PageLayout
 
@@ -35,19 +41,69 @@ def test_channels_left_out_are_the_stored_mean_exactly(size, name):
     layout = layout_of(name, geometry(64, 3, torch.float32, size))
     bases = selecting(layout)
     keys, values = hard_entries(layout, 4)
-    packed = seal_pages(entries_of(keys, values, layout), layout, bases)
+    weight = weights(layout, len(keys))
+    packed = seal_pages(entries_of(keys, values, layout), layout, bases, weight)
     opened, letter = open_pages(packed, layout, bases), open_by_the_letter(packed, layout, bases)
     for index, head in enumerate(layout.heads[:3]):
         left_out = opened.keys[:, index, :, head.key_channels :].double()
         assert torch.equal(left_out, letter.key_means[:, index, None, head.key_channels :].expand_as(left_out))
-    # And the stored mean is the mean of all entries, as E4M3.
-    mean = torch.from_numpy(CODE_VALUES["e4m3"])
-    mean = mean[mean.isfinite()].unique()
-    exact = kept(keys)[:, :3].mean(-2).clamp(-448, 448)
-    distance = (exact[..., None] - mean).abs().amin(-1)
-    # The mean itself is a sum of E numbers in fp32.
-    slack = (layout.entries + 2) * U32 * kept(keys)[:, :3].abs().amax(-2)
-    assert bool(((letter.key_means[:, :3] - exact).abs() <= distance + slack).all())
+    # And that is the mean of all entries by their weights.
+    assert_nearest(letter.key_means[:, :3], kept(keys)[:, :3], shares_of(weight, keys, plain=True)[:, :3])
+
+
+def assert_nearest(means: Tensor, y: Tensor, share: Tensor) -> None:
+    """`means` are the E4M3 numbers nearest to the means of y (..., E, D)."""
+    table = torch.from_numpy(CODE_VALUES["e4m3"])
+    table = table[table.isfinite()].unique()
+    exact = (y * share).sum(-2).clamp(-448, 448)
+    distance = (exact[..., None] - table).abs().amin(-1)
+    # The mean itself is a sum of E products in fp32, of values that went through a basis of D channels.
+    slack = (y.shape[-2] + y.shape[-1] + 4) * U32 * y.norm(dim=-1).amax(-1, keepdim=True)
+    assert bool(((means - exact).abs() <= distance + slack).all())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_means_are_weighted_by_attention(name):
+    layout = layout_of(name, geometry(64, 1, torch.float32))
+    bases, wide = bases_of(layout.geometry), orthonormal_basis(64).double()
+    keys, values = normal(layout, 6, 1) + 2 * normal(layout, 6, 2)[..., :1, :], normal(layout, 6, 3) + 1
+    weight = weights(layout, 6)
+    letter = open_by_the_letter(seal_pages(entries_of(keys, values, layout), layout, bases, weight), layout, bases)
+    k_share, v_share = shares_of(weight, keys, plain=True), shares_of(weight, values, plain=False)
+    assert_nearest(letter.value_means, values.double() @ wide, v_share)
+    flat = keys.double() @ wide if layout.layer_basis(FLAT) == "flat" else keys.double()
+    assert_nearest(letter.key_means[:, FLAT], flat[:, FLAT], k_share[:, FLAT])
+    # Identity keys have midpoints, whoever attends to them; pages without weights have no mean of values.
+    low, high = torch.aminmax(keys.double()[:, IDENTITY], dim=-2)
+    assert_nearest(letter.key_means[:, IDENTITY], torch.stack((low, high), -2), torch.full((2, 1), 0.5))
+    assert not letter.value_means[2::3].any()
+    assert letter.value_means[:2].any()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_only_the_ratio_of_weights_matters(name):
+    layout = layout_of(name, geometry(64, 2, torch.float32))
+    bases, weight = bases_of(layout.geometry), weights(layout, 3)
+    entries = entries_of(normal(layout, 3, 1), normal(layout, 3, 2), layout)
+    # Powers of two: the quotients are the same numbers.
+    packed = [seal_pages(entries, layout, bases, weight * factor) for factor in (1, 2.0**-20, 2.0**20)]
+    assert torch.equal(packed[0], packed[1])
+    assert torch.equal(packed[0], packed[2])
+    nothing = seal_pages(entries, layout, bases, torch.zeros_like(weight))
+    assert torch.equal(nothing, seal_pages(entries, layout, bases))
+    assert torch.equal(nothing[2], packed[0][2])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_entry_that_draws_all_attention_is_stored_best(name):
+    """What is left of it is the rounding of the mean, so its scale is small: at most 1/17 of its values, and then coded."""
+    layout = layout_of(name, geometry(64, 1, torch.float32))
+    keys, values = normal(layout, 4, 1), normal(layout, 4, 2)
+    weight = torch.zeros(4, 2, layout.entries)
+    weight[..., 7] = 1
+    _, _, v = sealed_and_opened(keys, values, layout, weight)
+    y = values.double()[:, :, 7]
+    assert bool(((v - values)[:, :, 7].norm(dim=-1) <= y.norm(dim=-1) / 17 * math.sqrt(1 + 0.56**2)).all())
 
 
 @pytest.mark.parametrize("name", REDUCED)
@@ -74,15 +130,6 @@ def test_biases_come_back_to_half_a_step(name):
     assert bool(((opened.bias - bias).abs() <= bias_error(bias) * (1 + 4 * U32)).all())
     assert opened.bias[0, 0, :4].tolist() == [0.0, 11 / 16, 255 / 16, 255 / 16]
     assert bool((opened.bias * 16 == (opened.bias * 16).round()).all())
-
-
-def test_merged_values_keep_no_mean():
-    """Few entries share it: what it would save in codes it would cost in bytes."""
-    layout = layout_of("csa2-4x", geometry(64, 1, torch.float32))
-    values = normal(layout, 2, 1) + 100 * normal(layout, 2, 2)[..., :1, :]
-    letter = open_by_the_letter(sealed_and_opened(values, values, layout)[0], layout, bases_of(layout.geometry))
-    assert not letter.value_means.any()
-    assert letter.key_means.any()
 
 
 def test_what_a_format_needs_is_asked_for():
