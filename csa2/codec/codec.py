@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from csa2.codec.channels import Rotation, default_classes, reduced_bases
-from csa2.codec.importance import QueryMoments, attention_share, observed_attention
+from csa2.codec.importance import attention_share, observed_attention
 from csa2.codec.merging import merge_entries
 from csa2.formats import HeadClasses
 from sgl_kernels.basis import orthonormal_basis
@@ -20,13 +20,12 @@ class PageCodec:
     """What sealing and opening pages of one model and rank needs."""
 
     bases: CodecBases
-    moments: QueryMoments | None = None
 
     def to(self, device: torch.device | str) -> "PageCodec":
         """This codec on `device`."""
         reduced = self.bases.reduced
         bases = CodecBases(self.bases.flat.to(device), None if reduced is None else reduced.to(device))
-        return PageCodec(bases, None if self.moments is None else self.moments.to(device))
+        return PageCodec(bases)
 
     def seal(self, entries: Entries, layout: PageLayout, queries: Tensor | None = None) -> Tensor:
         """(N, page_bytes) uint8: full pages in a coded format, merged first if it has fewer entries than they.
@@ -37,7 +36,7 @@ class PageCodec:
         entries = finite(entries)
         observed = observed_attention(entries, queries)
         if layout.entries < entries.keys.shape[-2]:
-            importance = attention_share(entries, observed, self.moments) * entries.values.norm(dim=-1)
+            importance = attention_share(entries, observed) * entries.values.norm(dim=-1)
             entries = merge_entries(entries, importance, layout.entries)
             observed = observed_attention(entries, queries)
         return seal_pages(entries, layout, self.bases, observed)

@@ -108,7 +108,7 @@ def merged_for(codec: PageCodec, entries: Entries, layout: PageLayout, queries: 
     entries = Entries(entries.keys.float(), entries.values.float(), entries.bias)
     observed = observed_attention(entries, queries)
     if layout.is_merged:
-        share = attention_share(entries, observed, codec.moments)
+        share = attention_share(entries, observed)
         entries = merge_entries(entries, share * entries.values.norm(dim=-1), layout.entries)
         observed = observed_attention(entries, queries)
     return entries, observed
