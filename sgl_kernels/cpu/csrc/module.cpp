@@ -1,0 +1,76 @@
+// The functions that Python sees.
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/error.h>
+#include <tvm/ffi/function.h>
+
+#include "kernels.h"
+
+#if defined(__AMX_BF16__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace csa2 {
+namespace {
+
+using tvm::ffi::Optional;
+using tvm::ffi::TensorView;
+
+Dtype dtype_of(const TensorView& tensor) {
+  const DLDataType type = tensor.dtype();
+  if (type.code == kDLBfloat && type.bits == 16) return kBf16;
+  if (type.code == kDLFloat && type.bits == 16) return kFp16;
+  if (type.code == kDLFloat && type.bits == 32) return kFp32;
+  TVM_FFI_THROW(TypeError) << "dtype must be bfloat16, float16 or float32";
+}
+
+void check_heads(const TensorView& tensor, const char* name) {
+  if (tensor.ndim() != 3 || tensor.stride(2) != 1 || tensor.stride(1) != tensor.size(2))
+    TVM_FFI_THROW(ValueError) << name << " must be (tokens, heads, D) with contiguous heads";
+}
+
+void extend(TensorView out, TensorView query, TensorView keys, TensorView values, TensorView arena, TensorView requests,
+            TensorView pages, TensorView pieces, TensorView basis_lines, Optional<TensorView> lse, double scale,
+            int64_t threads) {
+  check_heads(query, "query");
+  check_heads(keys, "keys");
+  check_heads(values, "values");
+  AttentionArgs args{};
+  args.query = query.data_ptr();
+  args.keys = keys.data_ptr();
+  args.values = values.data_ptr();
+  args.out = out.data_ptr();
+  args.lse = lse.has_value() ? static_cast<float*>(lse.value().data_ptr()) : nullptr;
+  args.query_stride = query.stride(0);
+  args.key_stride = keys.stride(0);
+  args.value_stride = values.stride(0);
+  args.dtype = dtype_of(query);
+  args.heads = static_cast<int>(query.size(1));
+  args.kv_heads = static_cast<int>(keys.size(1));
+  args.head_dim = static_cast<int>(query.size(2));
+  args.arena = static_cast<const uint8_t*>(arena.data_ptr());
+  args.requests = static_cast<const RequestRef*>(requests.data_ptr());
+  args.num_requests = requests.size(0);
+  args.pages = static_cast<const PageRef*>(pages.data_ptr());
+  args.pieces = static_cast<const HeadPiece*>(pieces.data_ptr());
+  args.basis_lines = static_cast<const float*>(basis_lines.data_ptr());
+  args.scale = static_cast<float>(scale);
+  args.threads = static_cast<int>(threads);
+  extend_attention(args);
+}
+
+// Asks the kernel for what this build needs; false if it is refused.
+bool enable() {
+#if defined(__AMX_BF16__)
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return true;
+#endif
+}
+
+}  // namespace
+}  // namespace csa2
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(extend, csa2::extend);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(enable, csa2::enable);
