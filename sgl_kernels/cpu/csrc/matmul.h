@@ -45,7 +45,7 @@ struct StepBf16 {
 #if defined(__AVX512F__)
 constexpr int kTileRows = 6, kTileCols = 4;  // 24 accumulators, 4 lines, 1 broadcast
 #else
-constexpr int kTileRows = 4, kTileCols = 1;
+constexpr int kTileRows = sizeof(vf) == 2 * sizeof(part_t) ? 6 : 2, kTileCols = 1;  // 12 or 8 registers of accumulators
 #endif
 
 template <class Step, int R, int C>

@@ -61,6 +61,51 @@ inline void narrow<bf16_t>(const float* in, int64_t n, bf16_t* out) {
   for (; i < n; ++i) out[i] = float_to_bf16(in[i]);
 }
 
+// Codes as elements, without their scales: every code is exact in bf16.
+inline void decode_rows_exact(const uint8_t* codes, int64_t kind, int64_t values, float* out) {
+  decode_rows(codes, kind, values, out);
+}
+
+#if defined(__AVX512BF16__)
+// E4M3 -> bf16: move sign, exponent and mantissa; the eight subnormal magnitudes come from a table.
+inline __m512i e4m3_to_bf16(__m512i bytes, __m512i subnormals) {
+  const __m512i sign = _mm512_slli_epi16(_mm512_and_si512(bytes, _mm512_set1_epi16(0x80)), 8);
+  const __m512i magnitude = _mm512_and_si512(bytes, _mm512_set1_epi16(0x7f));
+  const __m512i normal = _mm512_add_epi16(_mm512_slli_epi16(magnitude, 4), _mm512_set1_epi16(120 << 7));
+  const __mmask32 small = _mm512_cmplt_epu16_mask(magnitude, _mm512_set1_epi16(8));
+  return _mm512_or_si512(sign, _mm512_mask_permutexvar_epi16(normal, small, magnitude, subnormals));
+}
+
+// 32 bf16 from the first `n` entries of a table of values, repeated.
+inline __m512i bf16_table(const float* values, int n) {
+  alignas(64) bf16_t table[32];
+  for (int i = 0; i < 32; ++i) table[i] = float_to_bf16(values[i % n]);
+  return _mm512_load_si512(table);
+}
+
+inline void decode_rows_exact(const uint8_t* codes, int64_t kind, int64_t values, bf16_t* out) {
+  const __m512i table = bf16_table(code_values(kind), kind == kE4M3 ? 8 : 16);
+  int64_t i = 0;
+  if (kind == kE4M3) {
+    for (; i + 32 <= values; i += 32) {
+      const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + i));
+      _mm512_storeu_si512(out + i, e4m3_to_bf16(_mm512_cvtepu8_epi16(bytes), table));
+    }
+  } else {
+    for (; i + 32 <= values; i += 32) {
+      const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + i / 2));
+      const __m512i pair = _mm512_cvtepu8_epi32(bytes);
+      // Low nibble to the low word, high nibble to the high one; the table repeats, so bit 4 of an index does not matter.
+      const __m512i index = _mm512_or_si512(pair, _mm512_slli_epi32(_mm512_srli_epi32(pair, 4), 16));
+      _mm512_storeu_si512(out + i, _mm512_permutexvar_epi16(index, table));
+    }
+  }
+  float rest[32];
+  decode_rows(codes + (kind == kE4M3 ? i : i / 2), kind, values - i, rest);
+  narrow(rest, values - i, out + i);
+}
+#endif
+
 // A coded page in row order into entries `at` .. of the chunk, as page number `page` of it.
 template <class Step>
 inline void open_coded_rows(const PageSource& source, int64_t offset, int at, int page, Scratch& scratch, Chunk& chunk) {
@@ -75,19 +120,19 @@ inline void open_coded_rows(const PageSource& source, int64_t offset, int at, in
   const Rows view{reinterpret_cast<const char*>(rows), static_cast<int64_t>(d * sizeof(Elem)),
                   sizeof(Elem) == 2 ? kBf16 : kFp32};
 
-  decode_rows(base + piece.k_codes, piece.class_kind[0], n, wide);
   const uint8_t* k_scales = base + piece.k_scales;
   if (piece.basis == kIdentity) {
+    decode_rows(base + piece.k_codes, piece.class_kind[0], n, wide);
     for (int64_t i = 0; i < n; ++i) wide[i] *= tables.ue5m3[k_scales[i % d]];
+    narrow(wide, n, rows);
     for (int e = 0; e < entries; ++e) chunk.kmul[at + e] = source.scale_log2;
   } else {
+    decode_rows_exact(base + piece.k_codes, piece.class_kind[0], n, rows);
     for (int e = 0; e < entries; ++e) chunk.kmul[at + e] = source.scale_log2 * tables.ue5m3[k_scales[e]];
   }
-  narrow(wide, n, rows);
   for (int e = 0; e < entries; e += kLanes)
     pack_keys<Step>(view, e, entries - e, d, chunk.keys + static_cast<int64_t>((at + e) / kLanes) * chunk.key_steps);
-  decode_rows(base + piece.v_codes, piece.v_kind, n, wide);
-  narrow(wide, n, rows);
+  decode_rows_exact(base + piece.v_codes, piece.v_kind, n, rows);
   pack_values<Step>(view, 0, entries, entries, d, chunk.values + at / Step::kPer, chunk.value_stride);
   for (int e = 0; e < entries; ++e) {
     chunk.kadd[at + e] = 0.0f;

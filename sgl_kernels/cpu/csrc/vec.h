@@ -91,61 +91,98 @@ constexpr int kPart = 8;
 #else
 constexpr int kPart = 4;
 #endif
-constexpr int kParts = kLanes / kPart;
 typedef float part_t __attribute__((vector_size(kPart * 4)));
 typedef int32_t ipart_t __attribute__((vector_size(kPart * 4)));
 
+// Members and not an array: only those stay in registers.
+#if defined(__AVX2__)
 struct vf {
-  part_t p[kParts];
+  part_t a, b;
 };
+#define CSA2_EACH(F) F(a) F(b)
+#else
+struct vf {
+  part_t a, b, c, d;
+};
+#define CSA2_EACH(F) F(a) F(b) F(c) F(d)
+#endif
+#define CSA2_INLINE inline __attribute__((always_inline))
 
-#define CSA2_EACH for (int i = 0; i < kParts; ++i)
-
-inline vf vset1(float a) {
+CSA2_INLINE vf vset1(float s) {
   vf r;
-  CSA2_EACH r.p[i] = part_t{} + a;
+#define F(m) r.m = part_t{} + s;
+  CSA2_EACH(F)
+#undef F
   return r;
 }
-inline vf vload(const float* p) {
+CSA2_INLINE vf vload(const float* p) {
   vf r;
-  std::memcpy(&r, p, sizeof r);
+#define F(m)                                                    \
+  std::memcpy(&r.m, p, sizeof r.m);                             \
+  p += kPart;
+  CSA2_EACH(F)
+#undef F
   return r;
 }
-inline void vstore(float* p, vf a) { std::memcpy(p, &a, sizeof a); }
-inline vf vadd(vf a, vf b) {
-  CSA2_EACH a.p[i] += b.p[i];
-  return a;
+CSA2_INLINE void vstore(float* p, vf x) {
+#define F(m)                                                    \
+  std::memcpy(p, &x.m, sizeof x.m);                             \
+  p += kPart;
+  CSA2_EACH(F)
+#undef F
 }
-inline vf vsub(vf a, vf b) {
-  CSA2_EACH a.p[i] -= b.p[i];
-  return a;
+CSA2_INLINE vf vadd(vf x, vf y) {
+#define F(m) x.m += y.m;
+  CSA2_EACH(F)
+#undef F
+  return x;
 }
-inline vf vmul(vf a, vf b) {
-  CSA2_EACH a.p[i] *= b.p[i];
-  return a;
+CSA2_INLINE vf vsub(vf x, vf y) {
+#define F(m) x.m -= y.m;
+  CSA2_EACH(F)
+#undef F
+  return x;
 }
-inline vf vdiv(vf a, vf b) {
-  CSA2_EACH a.p[i] /= b.p[i];
-  return a;
+CSA2_INLINE vf vmul(vf x, vf y) {
+#define F(m) x.m *= y.m;
+  CSA2_EACH(F)
+#undef F
+  return x;
 }
-inline vf vfma(vf a, vf b, vf c) {
-  CSA2_EACH c.p[i] = a.p[i] * b.p[i] + c.p[i];
-  return c;
+CSA2_INLINE vf vdiv(vf x, vf y) {
+#define F(m) x.m /= y.m;
+  CSA2_EACH(F)
+#undef F
+  return x;
 }
-inline vf vmax(vf a, vf b) {
-  CSA2_EACH a.p[i] = a.p[i] > b.p[i] ? a.p[i] : b.p[i];
-  return a;
+CSA2_INLINE vf vfma(vf x, vf y, vf z) {
+#define F(m) z.m = x.m * y.m + z.m;
+  CSA2_EACH(F)
+#undef F
+  return z;
 }
-inline float vsum(vf a) {
-  for (int i = 1; i < kParts; ++i) a.p[0] += a.p[i];
+CSA2_INLINE vf vmax(vf x, vf y) {
+#define F(m) x.m = x.m > y.m ? x.m : y.m;
+  CSA2_EACH(F)
+#undef F
+  return x;
+}
+inline float vsum(vf x) {
+  part_t all = part_t{};
+#define F(m) all += x.m;
+  CSA2_EACH(F)
+#undef F
   float s = 0;
-  for (int i = 0; i < kPart; ++i) s += a.p[0][i];
+  for (int i = 0; i < kPart; ++i) s += all[i];
   return s;
 }
-inline float vtop(vf a) {
-  for (int i = 1; i < kParts; ++i) a.p[0] = a.p[0] > a.p[i] ? a.p[0] : a.p[i];
-  float s = a.p[0][0];
-  for (int i = 1; i < kPart; ++i) s = a.p[0][i] > s ? a.p[0][i] : s;
+inline float vtop(vf x) {
+  part_t all = x.a;
+#define F(m) all = all > x.m ? all : x.m;
+  CSA2_EACH(F)
+#undef F
+  float s = all[0];
+  for (int i = 1; i < kPart; ++i) s = all[i] > s ? all[i] : s;
   return s;
 }
 inline vf vkeep_first(vf a, int count, float other) {
@@ -154,26 +191,27 @@ inline vf vkeep_first(vf a, int count, float other) {
   for (int i = count < 0 ? 0 : count; i < kLanes; ++i) tmp[i] = other;
   return vload(tmp);
 }
-inline vf vexp2(vf a) {
-  vf r;
-  CSA2_EACH {
-    part_t x = a.p[i];
-    x = x > -127.0f ? x : part_t{} - 127.0f;  // exponent field 0: the result is exactly 0
-    x = x < 127.0f ? x : part_t{} + 127.0f;
-    ipart_t n = __builtin_convertvector(x, ipart_t);
-    n += (__builtin_convertvector(n, part_t) > x);  // truncation to floor; a comparison is -1
-    const part_t f = x - __builtin_convertvector(n, part_t);
-    part_t p = kExp2C5 * f + kExp2C4;
-    p = p * f + kExp2C3;
-    p = p * f + kExp2C2;
-    p = p * f + kExp2C1;
-    p = p * f + 1.0f;
-    const ipart_t power = (n + 127) << 23;
-    part_t two_n;
-    std::memcpy(&two_n, &power, sizeof two_n);
-    r.p[i] = p * two_n;
-  }
-  return r;
+CSA2_INLINE part_t exp2_part(part_t x) {
+  x = x > -127.0f ? x : part_t{} - 127.0f;  // exponent field 0: the result is exactly 0
+  x = x < 127.0f ? x : part_t{} + 127.0f;
+  ipart_t n = __builtin_convertvector(x, ipart_t);
+  n += (__builtin_convertvector(n, part_t) > x);  // truncation to floor; a comparison is -1
+  const part_t f = x - __builtin_convertvector(n, part_t);
+  part_t p = kExp2C5 * f + kExp2C4;
+  p = p * f + kExp2C3;
+  p = p * f + kExp2C2;
+  p = p * f + kExp2C1;
+  p = p * f + 1.0f;
+  const ipart_t power = (n + 127) << 23;
+  part_t two_n;
+  std::memcpy(&two_n, &power, sizeof two_n);
+  return p * two_n;
+}
+CSA2_INLINE vf vexp2(vf x) {
+#define F(m) x.m = exp2_part(x.m);
+  CSA2_EACH(F)
+#undef F
+  return x;
 }
 inline vf vload_bf16(const bf16_t* p) {
   float tmp[kLanes];
