@@ -12,6 +12,7 @@ from csa2.store import PageStore
 from sgl_kernels.paged_attention import reference
 from sgl_kernels.paged_attention.cpu import BatchPlan, CpuAttention
 from sgl_kernels.paged_attention.plan import PagePlan, plan_pages
+from sglang_csa2 import cpu_ops
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,10 @@ def make_attention(store: PageStore) -> Attention:
 
     implementation = resolve_impl(options_here().impl)
     logger.info("csa2 attention: %s (%s)", implementation.name, implementation.detail)
-    return CompiledAttention(store) if implementation.name == "cpu" else ReferenceAttention(store)
+    if implementation.name == "reference":
+        return ReferenceAttention(store)
+    cpu_ops.install()
+    return CompiledAttention(store)
 
 
 class CompiledAttention:

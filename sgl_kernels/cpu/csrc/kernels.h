@@ -33,4 +33,40 @@ struct AttentionArgs {
 
 void extend_attention(const AttentionArgs& args);
 
+// out = x / rms(x) * weight; with a residual it is added to x first, and becomes the sum.
+struct RmsNormArgs {
+  const void* x;
+  void *residual, *out;  // residual may be null, out may be x
+  const void* weight;
+  int64_t rows, width, x_stride, residual_stride, out_stride;
+  Dtype dtype, weight_dtype;
+  float epsilon;
+  bool round_before_weight;  // round x / rms(x) to the dtype before the weight
+  int threads;
+};
+void rms_norm(const RmsNormArgs& args);
+
+// out (rows, width) = silu(x[:, :width]) * x[:, width:]
+struct SiluArgs {
+  const void* x;
+  void* out;
+  int64_t rows, width, x_stride;
+  Dtype dtype;
+  int threads;
+};
+void silu_and_mul(const SiluArgs& args);
+
+// Rotates the first `rotary_dim` channels of every head in place.
+struct RopeArgs {
+  void *query, *key;
+  const void* cos_sin;  // (positions, rotary_dim): cosines, then sines
+  const int64_t* positions;
+  int64_t rows, query_stride, key_stride;
+  int query_heads, key_heads, head_dim, rotary_dim;
+  bool neox;  // halves, not pairs, of channels are rotated into each other
+  Dtype dtype, cache_dtype;
+  int threads;
+};
+void rotate(const RopeArgs& args);
+
 }  // namespace csa2

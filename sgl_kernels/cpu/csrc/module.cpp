@@ -59,6 +59,64 @@ void extend(TensorView out, TensorView query, TensorView keys, TensorView values
   extend_attention(args);
 }
 
+void check_rows(const TensorView& tensor, const char* name) {
+  if (tensor.ndim() != 2 || tensor.stride(1) != 1) TVM_FFI_THROW(ValueError) << name << " must be (rows, columns) with contiguous rows";
+}
+
+void rms_norm_op(TensorView out, TensorView x, Optional<TensorView> residual, TensorView weight, double epsilon,
+                 bool round_before_weight, int64_t threads) {
+  check_rows(out, "out");
+  check_rows(x, "x");
+  RmsNormArgs args{};
+  args.x = x.data_ptr();
+  args.out = out.data_ptr();
+  args.weight = weight.data_ptr();
+  args.rows = x.size(0);
+  args.width = x.size(1);
+  args.x_stride = x.stride(0);
+  args.out_stride = out.stride(0);
+  if (residual.has_value()) {
+    check_rows(residual.value(), "residual");
+    args.residual = residual.value().data_ptr();
+    args.residual_stride = residual.value().stride(0);
+  }
+  args.dtype = dtype_of(x);
+  args.weight_dtype = dtype_of(weight);
+  args.epsilon = static_cast<float>(epsilon);
+  args.round_before_weight = round_before_weight;
+  args.threads = static_cast<int>(threads);
+  rms_norm(args);
+}
+
+void silu_and_mul_op(TensorView out, TensorView x, int64_t threads) {
+  check_rows(out, "out");
+  check_rows(x, "x");
+  silu_and_mul({x.data_ptr(), out.data_ptr(), x.size(0), out.size(1), x.stride(0), dtype_of(x), static_cast<int>(threads)});
+}
+
+void rotate_op(TensorView query, TensorView key, TensorView cos_sin, TensorView positions, int64_t head_dim, bool neox,
+               int64_t threads) {
+  check_rows(query, "query");
+  check_rows(key, "key");
+  RopeArgs args{};
+  args.query = query.data_ptr();
+  args.key = key.data_ptr();
+  args.cos_sin = cos_sin.data_ptr();
+  args.positions = static_cast<const int64_t*>(positions.data_ptr());
+  args.rows = query.size(0);
+  args.query_stride = query.stride(0);
+  args.key_stride = key.stride(0);
+  args.head_dim = static_cast<int>(head_dim);
+  args.query_heads = static_cast<int>(query.size(1) / head_dim);
+  args.key_heads = static_cast<int>(key.size(1) / head_dim);
+  args.rotary_dim = static_cast<int>(cos_sin.size(1));
+  args.neox = neox;
+  args.dtype = dtype_of(query);
+  args.cache_dtype = dtype_of(cos_sin);
+  args.threads = static_cast<int>(threads);
+  rotate(args);
+}
+
 // Asks the kernel for what this build needs; false if it is refused.
 bool enable() {
 #if defined(__AMX_BF16__)
@@ -73,4 +131,7 @@ bool enable() {
 }  // namespace csa2
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(extend, csa2::extend);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(rms_norm, csa2::rms_norm_op);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(silu_and_mul, csa2::silu_and_mul_op);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(rotate, csa2::rotate_op);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(enable, csa2::enable);
