@@ -54,7 +54,7 @@ class CompiledAttention:
 
     def __init__(self, store: PageStore) -> None:
         self.store = store
-        self.kernels = CpuAttention(store.ladder.layouts, store.basis)
+        self.kernels = CpuAttention(store.ladder.layouts, store.codec.bases)
 
     def plan(self, pages: Tensor, lengths: Tensor, new: Tensor) -> BatchPlan:
         """See `Attention.plan`."""
@@ -106,14 +106,14 @@ class ReferenceAttention:
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, plan: ReferencePlan, layer: int, scale: float) -> Tensor:
         """See `Attention.attend`."""
-        arena, basis = self.store.arena.buffer, self.store.basis
+        arena, bases = self.store.arena.buffer, self.store.codec.bases
         out = torch.zeros_like(query)
         if plan.decode is not None:
-            one = reference.decode(query[plan.decode_tokens], arena, plan.decode, layer, scale, basis)
+            one = reference.decode(query[plan.decode_tokens], arena, plan.decode, layer, scale, bases)
             out[plan.decode_tokens] = one.to(out.dtype)
         for row in plan.extend:
             part = slice(row.start, row.end)
-            out[part] = reference.extend(query[part], keys[part], values[part], arena, row.prefix, layer, scale, basis)
+            out[part] = reference.extend(query[part], keys[part], values[part], arena, row.prefix, layer, scale, bases)
         return out
 
     def _pages(self, pages: Tensor, lengths: Tensor) -> PagePlan:

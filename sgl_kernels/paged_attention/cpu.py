@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from sgl_kernels.cpu import build
-from sgl_kernels.cpu.tables import basis_lines, piece_table
+from sgl_kernels.cpu.tables import basis_tables, piece_table
+from sgl_kernels.page_codec.reference import CodecBases
 from sgl_kernels.page_layout import PageLayout
 
 
@@ -25,20 +26,20 @@ class BatchPlan:
 class CpuAttention:
     """The kernels, bound to the layouts of one model."""
 
-    def __init__(self, layouts: Sequence[PageLayout], basis: Tensor, isa: str | None = None) -> None:
+    def __init__(self, layouts: Sequence[PageLayout], bases: CodecBases, isa: str | None = None) -> None:
         """Compile what is not compiled yet.
 
         Args:
             layouts: the formats in ladder order, the plain one first.
-            basis: (D, D) fp32, symmetric and orthonormal.
+            bases: those with which pages are sealed.
             isa: an instruction set, or None for the best of this CPU.
 
         Raises:
             KernelBuildError, InstructionSetError: see `build.load`.
         """
         self._module: Any = build.load(isa)
-        self._pieces = piece_table(layouts)
-        self._basis = basis_lines(basis)
+        self._pieces = piece_table(layouts, bases)
+        self._flat, self._reduced = basis_tables(bases)
         self._page_size = layouts[0].geometry.page_size
 
     def plan(self, pages: Tensor, cached: Tensor, new: Tensor, formats: Tensor, offsets: Tensor) -> BatchPlan:
@@ -104,7 +105,8 @@ class CpuAttention:
             plan.requests,
             plan.pages,
             self._pieces[layer],
-            self._basis,
+            self._flat,
+            self._reduced,
             lse,
             scale,
             torch.get_num_threads(),

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from paged_scenes import LAYERS, SHAPES, UNIT, Held, Scene, as_written, make_scene, oracle
+from paged_scenes import ALL_FORMATS, LAYERS, MIXED, PLAIN, SHAPES, UNIT, Held, Scene, as_written, make_scene, oracle
 from torch import Tensor
 
 from sgl_kernels.cpu import isa as isas
@@ -26,7 +26,7 @@ def new_tokens(scene: Scene, counts: list[int]) -> tuple[Tensor, Tensor, Tensor]
 
 def attend(scene: Scene, counts: list[int], layer: int, isa: str) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
     """Output, log-sum-exp, and the new tokens."""
-    kernels = CpuAttention(scene.layouts, scene.basis, isa)
+    kernels = CpuAttention(scene.layouts, scene.bases, isa)
     plan = kernels.plan(scene.table, scene.lengths, torch.tensor(counts), scene.formats, scene.offsets)
     q, k, v = new_tokens(scene, counts)
     lse = torch.full(q.shape[:2], math.nan)
@@ -55,6 +55,7 @@ def assert_close(scene: Scene, counts: list[int], layer: int, isa: str) -> None:
 def assert_lse(scene: Scene, held: Held, layer: int, query: Tensor, lse: Tensor, new: int) -> None:
     repeat = scene.repeat
     logits = query.double().transpose(0, 1) @ held.keys[layer].repeat_interleave(repeat, 0).transpose(-1, -2) * scene.scale
+    logits = logits + held.bias[layer].repeat_interleave(repeat, 0)[:, None]
     n = held.keys.shape[2]
     future = torch.ones(new, new, dtype=torch.bool).triu(1)
     logits[..., n - new :] = logits[..., n - new :].masked_fill(future, -math.inf)
@@ -68,23 +69,31 @@ def assert_lse(scene: Scene, held: Held, layer: int, query: Tensor, lse: Tensor,
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_ragged_batches(shape, layer, isa):
-    scene = make_scene([0, 1, 63, 64, 65, 129, 320], shape)
+    scene = make_scene([0, 1, 63, 64, 65, 129, MIXED], shape)
     assert_close(scene, [5, 1, 2, 16, 1, 3, 17], layer, isa)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("size", [32, 128])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_pages_of_other_sizes(layer, size, isa):
+    scene = make_scene([size - 1, size, 9 * size + 1], (64, 2, 2, torch.bfloat16), size=size)
+    assert_close(scene, [2, 1, 3], layer, isa)
 
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("counts", [[1], [2], [130], [700], [1300]], ids=str)
 def test_many_new_tokens(counts, isa):
     """More rows than a block, than a chunk of entries and than a task takes."""
-    scene = make_scene([0], (64, 1, 3, torch.bfloat16, "fp4"))
+    scene = make_scene([0], (64, 1, 3, torch.bfloat16))
     assert_close(scene, counts, 0, isa)
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("only", [0, 1, 2])
+@pytest.mark.parametrize("only", ALL_FORMATS)
 def test_long_prefix_of_one_format(only, isa):
     """More pages than a chunk takes, and parts of a prefix on several threads."""
-    scene = make_scene([1536, 70], (64, 3, 3, torch.bfloat16, "fp4"), only=only)
+    scene = make_scene([1536, 70], (64, 3, 3, torch.bfloat16), only=only)
     assert_close(scene, [16, 1], 0, isa)
 
 
@@ -92,7 +101,7 @@ def test_long_prefix_of_one_format(only, isa):
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_every_number_of_threads_gives_the_same_result(threads, isa):
     """Parts of a prefix are merged; the number of parts follows the number of threads."""
-    scene = make_scene([1024 + 5, 64], (64, 2, 2, torch.float32, "int4"))
+    scene = make_scene([1024 + 5, 64], (64, 2, 2, torch.float32))
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
@@ -105,7 +114,7 @@ def test_every_number_of_threads_gives_the_same_result(threads, isa):
 @pytest.mark.parametrize("dtype", UNIT, ids=str)
 def test_stale_bytes_behind_the_last_token_do_not_leak(dtype, isa):
     """0xFF is NaN in every dtype, and lies in all places that are not mapped or not yet written."""
-    scene = make_scene([65, 1, 130], (64, 2, 2, dtype, "fp4"), tail=0xFF)
+    scene = make_scene([65, 1, 130], (64, 2, 2, dtype), tail=0xFF)
     out, lse, _ = attend(scene, [2, 1, 1], 0, isa)
     assert bool(out.isfinite().all())
     assert bool(lse.isfinite().all())
@@ -115,8 +124,8 @@ def test_stale_bytes_behind_the_last_token_do_not_leak(dtype, isa):
 @pytest.mark.parametrize("isa", ISAS)
 def test_a_logit_far_below_the_others_counts_nothing(isa):
     """An attention sink: everything else falls below the smallest float."""
-    scene = make_scene([128], (64, 1, 1, torch.float32, "fp4"), only=0)
-    kernels = CpuAttention(scene.layouts, scene.basis, isa)
+    scene = make_scene([128], (64, 1, 1, torch.float32), only=PLAIN)
+    kernels = CpuAttention(scene.layouts, scene.bases, isa)
     plan = kernels.plan(scene.table, scene.lengths, torch.tensor([1]), scene.formats, scene.offsets)
     q, k, v = torch.zeros(1, 1, 64), torch.zeros(1, 1, 64), torch.zeros(1, 1, 64)
     q[..., 0], k[..., 0], v[..., 1] = 1e4, 1e3, 2.0
@@ -126,7 +135,7 @@ def test_a_logit_far_below_the_others_counts_nothing(isa):
 
 def test_an_unmapped_page_is_an_error():
     scene = make_scene([128], SHAPES[0])
-    kernels = CpuAttention(scene.layouts, scene.basis, "scalar")
+    kernels = CpuAttention(scene.layouts, scene.bases, "scalar")
     scene.formats[scene.table[0, 1]] = -1
     with pytest.raises(ValueError, match=r"page \d+ is read but not mapped"):
         kernels.plan(scene.table, scene.lengths, torch.tensor([1]), scene.formats, scene.offsets)

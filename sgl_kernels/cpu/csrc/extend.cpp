@@ -39,7 +39,7 @@ struct Partials {
 };
 
 struct ThreadScratch {
-  Scratch query, mean, out, flat, state, logits, weights, chunk, rows;
+  Scratch query, mean, out, flat, reduced, state, logits, weights, chunk, rows;
 };
 
 template <class Step>
@@ -69,6 +69,8 @@ class Runner {
       page = open_chunk(task, page, piece);
       if (piece.basis == kFlat)
         attend(task, flat_rows(), flat_mean_, -1);
+      else if (piece.basis == kReduced)
+        attend(task, reduced_rows(piece), model_mean_, -1);
       else
         attend(task, model_rows_, model_mean_, -1);
     }
@@ -115,6 +117,7 @@ class Runner {
     model_mean_ = means;
     flat_mean_ = means + room * pad_;
     have_flat_ = false;
+    reduced_piece_ = nullptr;
     const RequestRef& request = args_.requests[task.request];
     const int64_t bytes = dtype_bytes(args_.dtype);
     for (int64_t i = 0; i < rows_; ++i) {
@@ -157,6 +160,25 @@ class Runner {
     return reinterpret_cast<const uint32_t*>(flat_operand_);
   }
 
+  // The query times the columns of a reduced head.
+  const uint32_t* reduced_rows(const HeadPiece& piece) {
+    if (reduced_piece_ != &piece) {
+      const int channels = static_cast<int>(piece.channels), pad = round_up(channels, kLanes);
+      const int width = key_steps<Step>(channels) * Step::kPer;
+      float* turned = scratch_.flat.get<float>(rows_ * pad);
+      matmul<StepF32>(reinterpret_cast<const uint32_t*>(model_mean_), pad_, static_cast<int>(rows_),
+                      reinterpret_cast<const Line*>(args_.reduced_lines + piece.basis_lines), args_.head_dim, args_.head_dim,
+                      pad / kLanes, turned, pad, false);
+      reduced_operand_ = scratch_.reduced.get<Elem>(round_up(static_cast<int>(rows_), kRowBlock) * width);
+      for (int64_t i = 0; i < rows_; ++i) {
+        narrow(turned + i * pad, channels, reduced_operand_ + i * width);
+        for (int c = channels; c < width; ++c) reduced_operand_[i * width + c] = Elem{};
+      }
+      reduced_piece_ = &piece;
+    }
+    return reinterpret_cast<const uint32_t*>(reduced_operand_);
+  }
+
   void leave_flat_basis() {
     float* turned = scratch_.flat.get<float>(rows_ * pad_);
     times_basis(state_.out, turned);
@@ -169,12 +191,13 @@ class Runner {
     const PageSource source{args_.arena, &piece, args_.dtype, args_.head_dim, scale_log2_};
     chunk_.coded = piece.basis != kModel;
     chunk_.page_entries = round_up(static_cast<int>(piece.entries), kLanes);
-    chunk_.key_steps = steps_;
+    chunk_.value_means = piece.v_mean >= 0;
+    chunk_.key_steps = chunk_.coded ? key_steps<Step>(static_cast<int>(piece.channels)) : steps_;
     int used = 0;
     for (; page < task.page_end && args_.pages[page].format == format && used + chunk_.page_entries <= kChunkEntries;
          ++page, used += chunk_.page_entries) {
       if (chunk_.coded)
-        open_coded_rows<Step>(source, args_.pages[page].offset, used, used / chunk_.page_entries, scratch_.rows, chunk_);
+        open_coded<Step>(source, args_.pages[page].offset, used, used / chunk_.page_entries, scratch_.rows, chunk_);
       else
         open_plain<Step>(source, args_.pages[page], used, chunk_);
     }
@@ -212,8 +235,9 @@ class Runner {
       for (int from = 0; from < chunk_.entries; from += kBlockEntries) {
         if (first_token >= 0 && first_token + from > last_seen) break;
         const int n = std::min(kBlockEntries, chunk_.entries - from);
-        matmul<Step>(operand + row * steps_, steps_, count, chunk_.keys + static_cast<int64_t>(from / kLanes) * steps_, steps_,
-                     steps_, n / kLanes, logits, kBlockEntries, false);
+        const int steps = chunk_.key_steps;
+        matmul<Step>(operand + row * steps, steps, count, chunk_.keys + static_cast<int64_t>(from / kLanes) * steps, steps,
+                     steps, n / kLanes, logits, kBlockEntries, false);
         const bool limited = first_token >= 0 && first_token + from + n - 1 > first_seen;
         for (int i = 0; i < count; ++i) {
           float* s = logits + i * kBlockEntries;
@@ -246,6 +270,8 @@ class Runner {
   const uint32_t* model_rows_ = nullptr;
   float *model_mean_ = nullptr, *flat_mean_ = nullptr;
   bool have_flat_ = false;
+  Elem* reduced_operand_ = nullptr;
+  const HeadPiece* reduced_piece_ = nullptr;  // whose columns `reduced_operand_` has
 };
 
 // Rows of every (request, head), and parts of the prefix where there are fewer rows than threads could take.

@@ -26,7 +26,8 @@ struct AttentionArgs {
   int64_t num_requests;
   const PageRef* pages;
   const HeadPiece* pieces;   // (formats, G) of this layer
-  const float* basis_lines;  // (ceil(D / 16), D, 16) columns of the flat basis
+  const float* basis_lines;    // (ceil(D / 16), D, 16) columns of the flat basis
+  const float* reduced_lines;  // the same of the reduced heads, where `HeadPiece::basis_lines` says
   float scale;
   int threads;
 };

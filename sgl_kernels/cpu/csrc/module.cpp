@@ -30,7 +30,7 @@ void check_heads(const TensorView& tensor, const char* name) {
 }
 
 void extend(TensorView out, TensorView query, TensorView keys, TensorView values, TensorView arena, TensorView requests,
-            TensorView pages, TensorView pieces, TensorView basis_lines, Optional<TensorView> lse, double scale,
+            TensorView pages, TensorView pieces, TensorView basis_lines, TensorView reduced_lines, Optional<TensorView> lse, double scale,
             int64_t threads) {
   check_heads(query, "query");
   check_heads(keys, "keys");
@@ -54,6 +54,7 @@ void extend(TensorView out, TensorView query, TensorView keys, TensorView values
   args.pages = static_cast<const PageRef*>(pages.data_ptr());
   args.pieces = static_cast<const HeadPiece*>(pieces.data_ptr());
   args.basis_lines = static_cast<const float*>(basis_lines.data_ptr());
+  args.reduced_lines = static_cast<const float*>(reduced_lines.data_ptr());
   args.scale = static_cast<float>(scale);
   args.threads = static_cast<int>(threads);
   extend_attention(args);

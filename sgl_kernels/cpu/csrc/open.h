@@ -1,6 +1,7 @@
 // Opening pages of one (layer, head) into a chunk.
 #pragma once
 
+#include "lines.h"
 #include "workspace.h"
 
 namespace csa2 {
@@ -29,119 +30,6 @@ inline int open_rows(const Rows& keys, const Rows& values, int64_t first, int va
   return entries;
 }
 
-inline void decode_means(const uint8_t* bytes, int n, int padded, float* out) {
-  const float* table = code_tables().e4m3;
-  for (int i = 0; i < n; ++i) out[i] = table[bytes[i]];
-  for (int i = n; i < padded; ++i) out[i] = 0.0f;
-}
-
-// Codes in row order, channels in order, as floats of (entries, D).
-inline void decode_rows(const uint8_t* codes, int64_t kind, int64_t values, float* out) {
-  const float* table = code_values(kind);
-  if (kind == kE4M3) {
-    for (int64_t i = 0; i < values; ++i) out[i] = table[codes[i]];
-  } else {
-    for (int64_t i = 0; i < values / 2; ++i) {
-      out[2 * i] = table[codes[i] & 15];
-      out[2 * i + 1] = table[codes[i] >> 4];
-    }
-  }
-}
-
-template <class Elem>
-inline void narrow(const float* in, int64_t n, Elem* out);
-template <>
-inline void narrow<float>(const float* in, int64_t n, float* out) {
-  std::memcpy(out, in, n * sizeof(float));
-}
-template <>
-inline void narrow<bf16_t>(const float* in, int64_t n, bf16_t* out) {
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) vstore_bf16(out + i, vload(in + i));
-  for (; i < n; ++i) out[i] = float_to_bf16(in[i]);
-}
-
-// Codes as elements, without their scales: every code is exact in bf16.
-inline void decode_rows_exact(const uint8_t* codes, int64_t kind, int64_t values, float* out) {
-  decode_rows(codes, kind, values, out);
-}
-
-#if defined(__AVX512BF16__)
-// E4M3 -> bf16: move sign, exponent and mantissa; the eight subnormal magnitudes come from a table.
-inline __m512i e4m3_to_bf16(__m512i bytes, __m512i subnormals) {
-  const __m512i sign = _mm512_slli_epi16(_mm512_and_si512(bytes, _mm512_set1_epi16(0x80)), 8);
-  const __m512i magnitude = _mm512_and_si512(bytes, _mm512_set1_epi16(0x7f));
-  const __m512i normal = _mm512_add_epi16(_mm512_slli_epi16(magnitude, 4), _mm512_set1_epi16(120 << 7));
-  const __mmask32 small = _mm512_cmplt_epu16_mask(magnitude, _mm512_set1_epi16(8));
-  return _mm512_or_si512(sign, _mm512_mask_permutexvar_epi16(normal, small, magnitude, subnormals));
-}
-
-// 32 bf16 from the first `n` entries of a table of values, repeated.
-inline __m512i bf16_table(const float* values, int n) {
-  alignas(64) bf16_t table[32];
-  for (int i = 0; i < 32; ++i) table[i] = float_to_bf16(values[i % n]);
-  return _mm512_load_si512(table);
-}
-
-inline void decode_rows_exact(const uint8_t* codes, int64_t kind, int64_t values, bf16_t* out) {
-  const __m512i table = bf16_table(code_values(kind), kind == kE4M3 ? 8 : 16);
-  int64_t i = 0;
-  if (kind == kE4M3) {
-    for (; i + 32 <= values; i += 32) {
-      const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + i));
-      _mm512_storeu_si512(out + i, e4m3_to_bf16(_mm512_cvtepu8_epi16(bytes), table));
-    }
-  } else {
-    for (; i + 32 <= values; i += 32) {
-      const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + i / 2));
-      const __m512i pair = _mm512_cvtepu8_epi32(bytes);
-      // Low nibble to the low word, high nibble to the high one; the table repeats, so bit 4 of an index does not matter.
-      const __m512i index = _mm512_or_si512(pair, _mm512_slli_epi32(_mm512_srli_epi32(pair, 4), 16));
-      _mm512_storeu_si512(out + i, _mm512_permutexvar_epi16(index, table));
-    }
-  }
-  float rest[32];
-  decode_rows(codes + (kind == kE4M3 ? i : i / 2), kind, values - i, rest);
-  narrow(rest, values - i, out + i);
-}
-#endif
-
-// A coded page in row order into entries `at` .. of the chunk, as page number `page` of it.
-template <class Step>
-inline void open_coded_rows(const PageSource& source, int64_t offset, int at, int page, Scratch& scratch, Chunk& chunk) {
-  using Elem = typename Step::elem;
-  const HeadPiece& piece = *source.piece;
-  const CodeTables& tables = code_tables();
-  const uint8_t* base = source.arena + offset;
-  const int d = source.head_dim, entries = static_cast<int>(piece.entries), pad = round_up(d, kLanes);
-  const int64_t n = static_cast<int64_t>(entries) * d;
-  float* wide = scratch.get<float>(2 * n + d);
-  Elem* rows = reinterpret_cast<Elem*>(wide + n);
-  const Rows view{reinterpret_cast<const char*>(rows), static_cast<int64_t>(d * sizeof(Elem)),
-                  sizeof(Elem) == 2 ? kBf16 : kFp32};
-
-  const uint8_t* k_scales = base + piece.k_scales;
-  if (piece.basis == kIdentity) {
-    decode_rows(base + piece.k_codes, piece.class_kind[0], n, wide);
-    for (int64_t i = 0; i < n; ++i) wide[i] *= tables.ue5m3[k_scales[i % d]];
-    narrow(wide, n, rows);
-    for (int e = 0; e < entries; ++e) chunk.kmul[at + e] = source.scale_log2;
-  } else {
-    decode_rows_exact(base + piece.k_codes, piece.class_kind[0], n, rows);
-    for (int e = 0; e < entries; ++e) chunk.kmul[at + e] = source.scale_log2 * tables.ue5m3[k_scales[e]];
-  }
-  for (int e = 0; e < entries; e += kLanes)
-    pack_keys<Step>(view, e, entries - e, d, chunk.keys + static_cast<int64_t>((at + e) / kLanes) * chunk.key_steps);
-  decode_rows_exact(base + piece.v_codes, piece.v_kind, n, rows);
-  pack_values<Step>(view, 0, entries, entries, d, chunk.values + at / Step::kPer, chunk.value_stride);
-  for (int e = 0; e < entries; ++e) {
-    chunk.kadd[at + e] = 0.0f;
-    chunk.vmul[at + e] = tables.ue5m3[base[piece.v_scales + e]];
-  }
-  decode_means(base + piece.k_mean, d, pad, chunk.kmean + page * pad);
-  decode_means(base + piece.v_mean, d, pad, chunk.vmean + page * pad);
-}
-
 // A plain page: keys then values of every head.
 template <class Step>
 inline void open_plain(const PageSource& source, const PageRef& page, int at, Chunk& chunk) {
@@ -151,6 +39,104 @@ inline void open_plain(const PageSource& source, const PageRef& page, int at, Ch
   const Rows keys{base + piece.k_codes, stride, source.dtype}, values{base + piece.v_codes, stride, source.dtype};
   open_rows<Step>(keys, values, 0, static_cast<int>(page.length), static_cast<int>(piece.entries), source.head_dim,
                   source.scale_log2, at, chunk);
+}
+
+// fp32 of 16 scale bytes, `count` of which are there.
+inline vf load_scales(const uint8_t* bytes, int count) {
+#if defined(__AVX512F__)
+  if (count >= kLanes) {
+    const __m512i x = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes)));
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(x, _mm512_set1_epi32(112 << 3)), 20))};
+  }
+#endif
+  float tmp[kLanes] = {};
+  for (int i = 0; i < kLanes && i < count; ++i) tmp[i] = code_tables().ue5m3[bytes[i]];
+  return vload(tmp);
+}
+
+inline void decode_means(const uint8_t* bytes, int n, int padded, float* out) {
+  int i = 0;
+#if defined(__AVX512F__)
+  for (; i + kLanes <= n; i += kLanes) {
+    const __m512i x = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes + i)));
+    _mm512_storeu_ps(out + i, code_value<8>(x, _mm512_setzero_ps()));
+  }
+#endif
+  const float* table = code_tables().e4m3;
+  for (; i < n; ++i) out[i] = table[bytes[i]];
+  for (; i < padded; ++i) out[i] = 0.0f;
+}
+
+// Rows (contraction, 16) of floats -> lines of `Step`; rows from `n` to the end of the last line count as zero.
+template <class Step>
+inline void pack_rows(float* rows, int n, int steps, Line* out) {
+  for (int i = n; i < steps * Step::kPer; ++i) vstore(rows + i * kLanes, vset1(0.0f));
+  if constexpr (Step::kPer == 1) {
+    std::memcpy(out, rows, sizeof(Line) * steps);
+  } else {
+#if defined(__AVX512BF16__)
+    alignas(64) static constexpr uint16_t kInterleave[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                             8,  24, 9,  25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    const __m512i order = _mm512_load_si512(kInterleave);
+    for (int i = 0; i < steps; ++i) {
+      const __m512i pair = (__m512i)_mm512_cvtne2ps_pbh(_mm512_load_ps(rows + (2 * i + 1) * kLanes),
+                                                        _mm512_load_ps(rows + 2 * i * kLanes));
+      _mm512_store_si512(out + i, _mm512_permutexvar_epi16(order, pair));
+    }
+#endif
+  }
+}
+
+// Keys of 16 entries as rows (C, 16). A scale per entry of a single class is left to `kmul`; others are multiplied in.
+inline void decode_keys(const HeadPiece& piece, const uint8_t* base, int block, float* rows) {
+  const int entries = static_cast<int>(piece.entries), blocks = (entries + kLanes - 1) / kLanes;
+  int channel = 0;
+  for (int c = 0; c < piece.num_classes; ++c) {
+    const int n = static_cast<int>(piece.class_channels[c]);
+    float* out = rows + channel * kLanes;
+    decode_block(base + piece.class_offset[c], piece.class_kind[c], n, blocks, block, out);
+    if (piece.channel_scales) {
+      for (int i = 0; i < n; ++i)
+        vstore(out + i * kLanes, vmul(vload(out + i * kLanes), vset1(code_tables().ue5m3[base[piece.k_scales + channel + i]])));
+    } else if (piece.num_classes > 1) {
+      const vf scale = load_scales(base + piece.k_scales + c * entries + block * kLanes, entries - block * kLanes);
+      for (int i = 0; i < n; ++i) vstore(out + i * kLanes, vmul(vload(out + i * kLanes), scale));
+    }
+    channel += n;
+  }
+}
+
+// A coded page into entries `at` .. of the chunk, as page number `page` of it.
+template <class Step>
+inline void open_coded(const PageSource& source, int64_t offset, int at, int page, Scratch& scratch, Chunk& chunk) {
+  const HeadPiece& piece = *source.piece;
+  const uint8_t* base = source.arena + offset;
+  const int d = source.head_dim, pad = round_up(d, kLanes);
+  const int entries = static_cast<int>(piece.entries), padded = round_up(entries, kLanes);
+  float* rows = scratch.get<float>((round_up(std::max(d, padded), Step::kPadK) + kLanes) * kLanes);
+  const bool scaled = piece.channel_scales || piece.num_classes > 1;
+  for (int e = 0; e < padded; e += kLanes) {
+    const int valid = entries - e;
+    decode_keys(piece, base, e / kLanes, rows);
+    pack_rows<Step>(rows, static_cast<int>(piece.channels), chunk.key_steps,
+                    chunk.keys + static_cast<int64_t>((at + e) / kLanes) * chunk.key_steps);
+    vf kmul = vset1(source.scale_log2), kadd = vset1(0.0f);
+    if (!scaled) kmul = vmul(kmul, load_scales(base + piece.k_scales + e, valid));
+    if (piece.bias >= 0) {
+      float bias[kLanes] = {};
+      for (int i = 0; i < kLanes && i < valid; ++i) bias[i] = base[piece.bias + e + i] * (kBiasStep * kLog2E);
+      kadd = vload(bias);
+    }
+    vstore(chunk.kmul + at + e, kmul);
+    vstore(chunk.kadd + at + e, vkeep_first(kadd, valid, -__builtin_inff()));
+    vstore(chunk.vmul + at + e, vkeep_first(load_scales(base + piece.v_scales + e, valid), valid, 0.0f));
+  }
+  for (int b = 0; b < pad / kLanes; ++b) {
+    decode_block(base + piece.v_codes, piece.v_kind, entries, pad / kLanes, b, rows);
+    pack_rows<Step>(rows, entries, padded / Step::kPer, chunk.values + b * chunk.value_stride + at / Step::kPer);
+  }
+  decode_means(base + piece.k_mean, d, pad, chunk.kmean + page * pad);
+  if (piece.v_mean >= 0) decode_means(base + piece.v_mean, d, pad, chunk.vmean + page * pad);
 }
 
 }  // namespace csa2

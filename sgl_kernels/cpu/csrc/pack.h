@@ -34,6 +34,19 @@ inline void to_float(const char* row, Dtype dtype, int n, float* out) {
   for (int i = 0; i < n; ++i) out[i] = load_scalar(row, dtype, i);
 }
 
+template <class Elem>
+inline void narrow(const float* in, int64_t n, Elem* out);
+template <>
+inline void narrow<float>(const float* in, int64_t n, float* out) {
+  std::memcpy(out, in, n * sizeof(float));
+}
+template <>
+inline void narrow<bf16_t>(const float* in, int64_t n, bf16_t* out) {
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) vstore_bf16(out + i, vload(in + i));
+  for (; i < n; ++i) out[i] = float_to_bf16(in[i]);
+}
+
 inline int round_up(int n, int to) { return (n + to - 1) / to * to; }
 
 // Lines of the keys of 16 entries with D channels.

@@ -82,7 +82,8 @@ inline void softmax_row(float* s, Elem* p, int n, int from, int limit, const flo
       store_weights(p + i, vmul(e, vload(chunk.vmul + from + i)));
     }
     const float page_mass = vsum(part);
-    add_scaled(out, chunk.vmean + static_cast<int64_t>(page) * state.pad, state.pad, page_mass);
+    if (chunk.value_means)
+      add_scaled(out, chunk.vmean + static_cast<int64_t>(page) * state.pad, state.pad, page_mass);
     state.mass[row] += page_mass;
   }
 }

@@ -19,7 +19,7 @@ CodeTables::CodeTables() {
     nibble[2][i] = static_cast<float>(i) - 7.5f;
   }
   const float levels[4] = {-1.510f, -0.4528f, 0.4528f, 1.510f};
-  for (int i = 0; i < 4; ++i) lloyd2[i] = levels[i];
+  for (int i = 0; i < 16; ++i) lloyd2[i] = levels[i % 4];
 }
 
 const CodeTables& code_tables() {

@@ -1,6 +1,7 @@
 // Opened entries of one KV head: a cache-sized chunk of keys and values as matmul operands, with factors kept apart.
 #pragma once
 
+#include <algorithm>
 #include <cstdlib>
 #include <memory>
 #include <new>
@@ -45,7 +46,8 @@ struct Chunk {
   int page_entries = 0;  // multiple of 16: the segments that share a mean
   int key_steps = 0;     // lines of a block of 16 entries
   int64_t value_stride = 0;
-  bool coded = false;  // kmean, vmean and vmul are meaningful
+  bool coded = false;        // kmean and vmul are meaningful
+  bool value_means = false;  // vmean is, too
 
   template <class Step>
   void allocate(Scratch& scratch, int max_dim, int head_dim) {
