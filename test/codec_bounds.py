@@ -214,9 +214,8 @@ def piece_parts(head: HeadLayout) -> dict[str, tuple[int, int]]:
     sizes["k_scales"] = d if head.channel_scales else len(head.key_classes) * e
     sizes["v_scales"] = e
     sizes["k_mean"] = d
-    if not head.merged:
-        sizes["v_mean"] = d
-    else:
+    sizes["v_mean"] = d
+    if head.merged:
         sizes["bias"] = e
     parts, start = {}, 0
     for name, size in sizes.items():
@@ -266,6 +265,6 @@ def _open_piece(
     if head.basis == "flat":
         keys = keys @ flat
     values = codes("v_codes", head.value_kind, d, e).swapaxes(-1, -2) * UE5M3_VALUES[part("v_scales")][..., None]
-    v_mean = np.zeros_like(k_mean) if head.merged else E4M3_VALUES[part("v_mean")]
+    v_mean = E4M3_VALUES[part("v_mean")]
     bias = part("bias") / 16 if head.merged else 0.0
     return keys, (values + v_mean[:, None]) @ flat, bias, k_mean, v_mean
