@@ -55,6 +55,7 @@ class CompiledAttention:
     def __init__(self, store: PageStore) -> None:
         self.store = store
         self.kernels = CpuAttention(store.ladder.layouts, store.codec.bases)
+        self.kernels.advise(store.arena.buffer)
 
     def plan(self, pages: Tensor, lengths: Tensor, new: Tensor) -> BatchPlan:
         """See `Attention.plan`."""

@@ -32,7 +32,7 @@ def piece_table(layouts: Sequence[PageLayout], bases: CodecBases) -> Tensor:
 
 def column_lines(matrix: Tensor) -> Tensor:
     """(..., ceil(C / 16), D, 16) fp32: the columns of (..., D, C), sixteen at a time, padded with zeros."""
-    dim, columns = matrix.shape[-2:]
+    columns = matrix.shape[-1]
     blocks = -(-columns // LANES)
     padded = torch.nn.functional.pad(matrix.float(), (0, blocks * LANES - columns))
     return padded.unflatten(-1, (blocks, LANES)).transpose(-2, -3).contiguous()

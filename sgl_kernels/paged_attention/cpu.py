@@ -42,6 +42,10 @@ class CpuAttention:
         self._flat, self._reduced = basis_tables(bases)
         self._page_size = layouts[0].geometry.page_size
 
+    def advise(self, arena: Tensor) -> None:
+        """Ask the system for huge pages behind `arena` (bytes,): pages are read all over it, and the TLB is small."""
+        self._module.advise_huge_pages(arena)
+
     def plan(self, pages: Tensor, cached: Tensor, new: Tensor, formats: Tensor, offsets: Tensor) -> BatchPlan:
         """Look up the pages of a batch.
 

@@ -139,3 +139,48 @@ def test_an_unmapped_page_is_an_error():
     scene.formats[scene.table[0, 1]] = -1
     with pytest.raises(ValueError, match=r"page \d+ is read but not mapped"):
         kernels.plan(scene.table, scene.lengths, torch.tensor([1]), scene.formats, scene.offsets)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("only", ALL_FORMATS)
+def test_one_new_token_over_long_prefixes(only, layer, isa):
+    """Decode reads pages as they lie; int8 queries and weights stay far inside what bf16 may be off."""
+    for shape in (
+        (64, 3, 3, torch.bfloat16),
+        (80, 1, 1, torch.bfloat16),
+        (128, 2, 8, torch.bfloat16),
+        (32, 1, 16, torch.bfloat16),
+    ):
+        scene = make_scene([640, 70, 1], shape, only=only)
+        assert_close(scene, [1, 1, 1], layer, isa)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("only", ALL_FORMATS)
+@pytest.mark.parametrize("size", [1000.0, 1e-3])
+def test_an_outlier_query_channel_does_not_drown_the_others(size, only, isa):
+    """One channel of the query far from the rest: the flat basis spreads it, the identity basis quantises beside it."""
+    scene = make_scene([256], (64, 1, 2, torch.bfloat16), only=only)
+    kernels = CpuAttention(scene.layouts, scene.bases, isa)
+    plan = kernels.plan(scene.table, scene.lengths, torch.tensor([1]), scene.formats, scene.offsets)
+    q, k, v = new_tokens(scene, [1])
+    q = q.clone()
+    q[..., 5] *= size
+    out = kernels.attend(q, k, v, scene.arena, plan, 0, scene.scale)
+    held = scene.held[0].followed_by(as_written(*(x.transpose(0, 1)[None].expand(2, -1, -1, -1) for x in (k, v))))
+    want, bound = oracle(scene, held, 0, q, new=1, unit=UNIT[q.dtype])
+    assert bool(((out.double() - want).abs() <= bound).all())
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("seed", range(8))
+def test_random_page_tables(seed, isa):
+    """Requests of any length, shared pages and new tokens of any number, against each request alone."""
+    random = torch.Generator().manual_seed(seed)
+    count = int(torch.randint(1, 9, (1,), generator=random))
+    lengths = torch.randint(0, 700, (count,), generator=random).tolist()
+    counts = torch.randint(1, 20, (count,), generator=random).tolist()
+    shape = SHAPES[int(torch.randint(len(SHAPES), (1,), generator=random))]
+    scene = make_scene(lengths, shape, tail=0xFF, seed=seed)
+    assert_close(scene, counts, seed % 2, isa)

@@ -8,6 +8,7 @@
 #include <cmath>
 #include <vector>
 
+#include "decode_page.h"
 #include "kernels.h"
 #include "open.h"
 #include "softmax.h"
@@ -40,6 +41,10 @@ struct Partials {
 
 struct ThreadScratch {
   Scratch query, mean, out, flat, reduced, state, logits, weights, chunk, rows;
+#if defined(__AVX512VNNI__) && defined(__AVX512BF16__)
+  DecodeOperand operand;
+  DecodeBuffers decode;
+#endif
 };
 
 template <class Step>
@@ -66,6 +71,12 @@ class Runner {
       const bool plain = piece.basis == kModel;
       if (plain && in_flat) leave_flat_basis();
       in_flat = !plain;
+#if defined(__AVX512VNNI__) && defined(__AVX512BF16__)
+      if (decodes_directly(task, piece)) {
+        decode_page(task, page++, piece);
+        continue;
+      }
+#endif
       page = open_chunk(task, page, piece);
       if (piece.basis == kFlat)
         attend(task, flat_rows(), flat_mean_, -1);
@@ -117,7 +128,7 @@ class Runner {
     model_mean_ = means;
     flat_mean_ = means + room * pad_;
     have_flat_ = false;
-    reduced_piece_ = nullptr;
+    reduced_piece_ = decoded_piece_ = nullptr;
     const RequestRef& request = args_.requests[task.request];
     const int64_t bytes = dtype_bytes(args_.dtype);
     for (int64_t i = 0; i < rows_; ++i) {
@@ -160,15 +171,58 @@ class Runner {
     return reinterpret_cast<const uint32_t*>(flat_operand_);
   }
 
-  // The query times the columns of a reduced head.
+  // (rows, round_up(C, 16)) fp32: the query times the columns of a reduced head.
+  const float* times_columns(const HeadPiece& piece) {
+    const int pad = round_up(static_cast<int>(piece.channels), kLanes);
+    float* turned = scratch_.flat.get<float>(rows_ * pad);
+    matmul<StepF32>(reinterpret_cast<const uint32_t*>(model_mean_), pad_, static_cast<int>(rows_),
+                    reinterpret_cast<const Line*>(args_.reduced_lines + piece.basis_lines), args_.head_dim, args_.head_dim,
+                    pad / kLanes, turned, pad, false);
+    return turned;
+  }
+
+#if defined(__AVX512VNNI__) && defined(__AVX512BF16__)
+  bool decodes_directly(const Task& task, const HeadPiece& piece) const {
+    const RequestRef& request = args_.requests[task.request];
+    return request.token_end - request.token_begin == 1 && args_.dtype == kBf16 && rows_ <= kDecodeRows &&
+           csa2::decodes_directly(piece);
+  }
+
+  void decode_page(const Task& task, int64_t page, const HeadPiece& piece) {
+    const PageRef& ref = args_.pages[page];
+    const uint8_t* base = args_.arena + ref.offset;
+    const bool last = page + 1 == task.page_end || args_.pages[page + 1].format != ref.format;
+    const int64_t ahead = last ? 0 : args_.pages[page + 1].offset - ref.offset;
+    const int rows = static_cast<int>(rows_);
+    if (piece.basis == kModel) {
+      decode_plain_page(base + piece.k_codes, base + piece.v_codes, static_cast<int>(ref.length), ahead, args_.head_dim,
+                        model_rows_, steps_, rows, scale_log2_, scratch_.decode, state_);
+      return;
+    }
+    if (piece.channel_scales) {
+      float factors[256];
+      decode_scales(base + piece.k_scales, args_.head_dim, factors);
+      scratch_.operand.prepare(piece, model_mean_, pad_, rows, factors);
+      decoded_piece_ = nullptr;
+    } else if (decoded_piece_ != &piece) {
+      if (piece.basis == kFlat) {
+        flat_rows();
+        scratch_.operand.prepare(piece, flat_mean_, pad_, rows, nullptr);
+      } else {
+        scratch_.operand.prepare(piece, times_columns(piece), round_up(static_cast<int>(piece.channels), kLanes), rows, nullptr);
+      }
+      decoded_piece_ = &piece;
+    }
+    decode_coded_page(piece, base, ahead, scratch_.operand, piece.basis == kFlat ? flat_mean_ : model_mean_, args_.head_dim, rows,
+                      scale_log2_, scratch_.decode, state_);
+  }
+#endif
+
   const uint32_t* reduced_rows(const HeadPiece& piece) {
     if (reduced_piece_ != &piece) {
       const int channels = static_cast<int>(piece.channels), pad = round_up(channels, kLanes);
       const int width = key_steps<Step>(channels) * Step::kPer;
-      float* turned = scratch_.flat.get<float>(rows_ * pad);
-      matmul<StepF32>(reinterpret_cast<const uint32_t*>(model_mean_), pad_, static_cast<int>(rows_),
-                      reinterpret_cast<const Line*>(args_.reduced_lines + piece.basis_lines), args_.head_dim, args_.head_dim,
-                      pad / kLanes, turned, pad, false);
+      const float* turned = times_columns(piece);
       reduced_operand_ = scratch_.reduced.get<Elem>(round_up(static_cast<int>(rows_), kRowBlock) * width);
       for (int64_t i = 0; i < rows_; ++i) {
         narrow(turned + i * pad, channels, reduced_operand_ + i * width);
@@ -272,6 +326,7 @@ class Runner {
   bool have_flat_ = false;
   Elem* reduced_operand_ = nullptr;
   const HeadPiece* reduced_piece_ = nullptr;  // whose columns `reduced_operand_` has
+  const HeadPiece* decoded_piece_ = nullptr;  // for which the operand of decode is prepared
 };
 
 // Rows of every (request, head), and parts of the prefix where there are fewer rows than threads could take.

@@ -5,6 +5,10 @@
 
 #include "kernels.h"
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 #if defined(__AMX_BF16__)
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -118,6 +122,16 @@ void rotate_op(TensorView query, TensorView key, TensorView cos_sin, TensorView 
   rotate(args);
 }
 
+// Best effort: a system without huge pages, or that refuses, is as good as one that grants none.
+void advise_huge_pages(TensorView buffer) {
+#if defined(__linux__)
+  constexpr uintptr_t kHuge = 2 << 20;
+  const auto begin = (reinterpret_cast<uintptr_t>(buffer.data_ptr()) + kHuge - 1) / kHuge * kHuge;
+  const auto end = (reinterpret_cast<uintptr_t>(buffer.data_ptr()) + buffer.numel()) / kHuge * kHuge;
+  if (end > begin) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#endif
+}
+
 // Asks the kernel for what this build needs; false if it is refused.
 bool enable() {
 #if defined(__AMX_BF16__)
@@ -135,4 +149,5 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(extend, csa2::extend);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(rms_norm, csa2::rms_norm_op);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(silu_and_mul, csa2::silu_and_mul_op);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(rotate, csa2::rotate_op);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(advise_huge_pages, csa2::advise_huge_pages);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(enable, csa2::enable);

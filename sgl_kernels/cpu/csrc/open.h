@@ -54,6 +54,10 @@ inline vf load_scales(const uint8_t* bytes, int count) {
   return vload(tmp);
 }
 
+inline void decode_scales(const uint8_t* bytes, int n, float* out) {
+  for (int i = 0; i < n; ++i) out[i] = code_tables().ue5m3[bytes[i]];
+}
+
 inline void decode_means(const uint8_t* bytes, int n, int padded, float* out) {
   int i = 0;
 #if defined(__AVX512F__)
