@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from csa2.errors import Csa2Error, OptionError
+from csa2.impl import resolve_impl
 from csa2.options import CacheOptions
 from csa2.stats import CacheStats
 from csa2.units import format_bytes
@@ -48,10 +49,15 @@ def collect(url: str | None = None) -> Report:
     # First, so that a wrong address fails before torch is imported.
     server = None if url is None else msgspec.structs.asdict(fetch_stats(url))
     options = CacheOptions()
+    implementation = resolve_impl(options.impl)
     report: Report = {
         "versions": versions(),
         "platform": machine(),
-        "options": {**msgspec.structs.asdict(options), "resolved_impl": options.resolved_impl},
+        "options": {
+            **msgspec.structs.asdict(options),
+            "resolved_impl": implementation.name,
+            "resolved_impl_detail": implementation.detail,
+        },
     }
     if server is not None:
         report["server"] = {"url": url, **server}

@@ -23,7 +23,7 @@ TAIL_FORMATS: tuple[str, ...] = get_args(TailFormat)
 IMPLS: tuple[str, ...] = get_args(Impl)
 
 SERVED_RATIOS = ("1", "2", "4", "8")
-SERVED_IMPLS = ("auto", "reference")
+SERVED_IMPLS = ("auto", "reference", "cpu")
 
 
 class CacheOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -52,11 +52,6 @@ class CacheOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             return self.tail_format
         return None if self.ratio == "1" else f"csa2-{self.ratio}x"
 
-    @property
-    def resolved_impl(self) -> str:
-        """The implementation that runs."""
-        return "reference" if self.impl == "auto" else self.impl
-
     def validate(self) -> None:
         """Check values and combinations.
 
@@ -81,8 +76,8 @@ class CacheOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             )
         if self.impl not in SERVED_IMPLS:
             raise OptionError(
-                f"--csa2-impl {self.impl} is not available in this version: only the torch implementation is built. "
-                f"Use --csa2-impl reference or leave the option out"
+                f"--csa2-impl {self.impl} is not available in this version: there are no kernels for it yet. "
+                f"Use --csa2-impl cpu or leave the option out"
             )
         for name, value in (
             ("--csa2-hot-tokens", self.hot_tokens),

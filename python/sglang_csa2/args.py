@@ -114,8 +114,9 @@ class Csa2ServerArgs(ServerArgs, kw_only=True, dict=True):  # type: ignore[call-
     csa2_impl: Annotated[
         str,
         Arg(
-            help="Who computes on compressed pages: the torch reference, compiled CPU code, or CUDA kernels. An "
-            "explicit choice that cannot run is an error.",
+            help="Who computes on compressed pages: the torch reference, compiled CPU code, or CUDA kernels. auto: "
+            "compiled code, with a warning and the reference where there is no compiler. An explicit choice that cannot "
+            "run is an error.",
             choices=list(IMPLS),
         ),
     ] = _DEFAULTS.impl

@@ -13,26 +13,23 @@ from torch import Tensor
 
 from csa2.codec.queries import DECODE_INTERVAL
 from csa2.errors import IntegrityError, UnsupportedModelError
-from sgl_kernels.paged_attention import reference
-from sgl_kernels.paged_attention.plan import PagePlan, plan_pages
+from sglang_csa2.attention_impl import make_attention
 from sglang_csa2.model import check_attention
 from sglang_csa2.pool import Csa2KVPool
 
 
-@dataclass(frozen=True)
-class ExtendRow:
-    """One request of an extend batch with more than one new token."""
+class ExtendSample(NamedTuple):
+    """New tokens of one request, whose queries enter its sample."""
 
     start: int
     """First of its tokens in the batch."""
     end: int
     slot: int
     """Row of the request table."""
-    prefix: PagePlan
 
 
 class DecodeSample(NamedTuple):
-    """A generated token whose query enters the sample of its request."""
+    """A token that is alone in its batch, whose query enters the sample of its request."""
 
     token: int
     slot: int
@@ -43,13 +40,10 @@ class DecodeSample(NamedTuple):
 class StepPlan:
     """What one forward pass reads; shared by all layers."""
 
-    decode: PagePlan | None
-    """Requests with one new token: read whole, new token included."""
-    decode_tokens: Tensor
-    """(B,) int64 index of their token in the batch."""
-    sampled: tuple[DecodeSample, ...]
-    """Requests of `decode` whose query is kept for scoring their pages."""
-    extend: tuple[ExtendRow, ...]
+    pages: Any
+    """Of the implementation."""
+    single: tuple[DecodeSample, ...]
+    several: tuple[ExtendSample, ...]
 
 
 class Csa2AttentionBackend(AttentionBackend):
@@ -64,6 +58,7 @@ class Csa2AttentionBackend(AttentionBackend):
         self.pool = pool
         self.store = pool.store
         self.req_to_token: Tensor = runner.req_to_token_pool.req_to_token
+        self._attention = make_attention(self.store)
         self._step: StepPlan | None = None
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
@@ -79,12 +74,10 @@ class Csa2AttentionBackend(AttentionBackend):
         owner, column = torch.nonzero(depth[None, :] < lengths[:, None], as_tuple=True)
         store.touch(pages[owner, column], forward_batch.req_pool_indices.long()[owner])
         store.facts.first[pages[:, : store.protected_pages]] = True
-        if forward_batch.forward_mode.is_decode():
-            tokens = torch.arange(lengths.numel())
-            sampled = _decode_samples(tokens, forward_batch.req_pool_indices, lengths)
-            self._step = StepPlan(self._plan(pages, lengths), tokens, sampled, ())
-        else:
-            self._step = self._plan_extend(forward_batch, pages, lengths)
+        decoding = forward_batch.forward_mode.is_decode()
+        new = torch.ones_like(lengths) if decoding else forward_batch.extend_seq_lens.long()
+        single, several = _samples(new, forward_batch.req_pool_indices, lengths)
+        self._step = StepPlan(self._attention.plan(pages, lengths, new), single, several)
 
     def forward_decode(
         self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **kwargs: Any
@@ -109,56 +102,36 @@ class Csa2AttentionBackend(AttentionBackend):
         if unknown:
             raise UnsupportedModelError(f"--kv-compress csa2: attention called with {unknown}, which it cannot honour")
         step = self._step
+        if k is None or v is None:
+            raise UnsupportedModelError("--kv-compress csa2: an attention layer reads the keys of another one")
         if step is None:
             raise IntegrityError("csa2: attention runs before its forward pass was planned")
-        if save and k is not None:
+        if save:
             self.pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
         query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        out = torch.zeros_like(query)
-        arena, bases = self.store.arena.buffer, self.store.codec.bases
+        keys = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
+        values = v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
         index = layer.layer_id - self.pool.start_layer
-        if step.decode is not None:
-            one = reference.decode(query[step.decode_tokens], arena, step.decode, index, layer.scaling, bases)
-            out[step.decode_tokens] = one.to(out.dtype)
-        for token, slot, length in step.sampled:
+        for token, slot, length in step.single:
             self.store.samples.record_decode(slot, index, query[token], layer.scaling, length)
-        for row in step.extend:
-            part = slice(row.start, row.end)
-            self.store.samples.record_extend(row.slot, index, query[part], layer.scaling)
-            keys = k[part].view(-1, layer.tp_k_head_num, layer.qk_head_dim)
-            values = v[part].view(-1, layer.tp_v_head_num, layer.v_head_dim)
-            out[part] = reference.extend(query[part], keys, values, arena, row.prefix, index, layer.scaling, bases)
-        return out.view(q.shape[0], -1)
+        for start, end, slot in step.several:
+            self.store.samples.record_extend(slot, index, query[start:end], layer.scaling)
+        return self._attention.attend(query, keys, values, step.pages, index, layer.scaling).view(q.shape[0], -1)
 
     def _page_table(self, rows: Tensor, max_length: int) -> Tensor:
         """(B, P) int64 virtual pages of the requests in `rows`."""
         columns = torch.arange(0, max_length, self.store.page_size)
         return self.req_to_token[rows[:, None], columns[None, :]].long() // self.store.page_size
 
-    def _plan(self, pages: Tensor, lengths: Tensor) -> PagePlan:
-        arena = self.store.arena
-        return plan_pages(pages, lengths, arena.formats, arena.offsets, self.store.ladder.layouts, self.store.page_size)
 
-    def _plan_extend(self, forward_batch: Any, pages: Tensor, lengths: Tensor) -> StepPlan:
-        new = forward_batch.extend_seq_lens.long()
-        ends = new.cumsum(0)
-        single = torch.nonzero(new == 1).squeeze(-1)
-        decode = self._plan(pages[single], lengths[single]) if single.numel() else None
-        rows = []
-        for row in torch.nonzero(new > 1).squeeze(-1).tolist():
-            prefix = self._plan(pages[row : row + 1], (lengths - new)[row : row + 1])
-            slot = int(forward_batch.req_pool_indices[row])
-            rows.append(ExtendRow(int(ends[row] - new[row]), int(ends[row]), slot, prefix))
-        tokens = (ends - 1)[single]
-        sampled = _decode_samples(tokens, forward_batch.req_pool_indices[single], lengths[single])
-        return StepPlan(decode, tokens, sampled, tuple(rows))
-
-
-def _decode_samples(tokens: Tensor, slots: Tensor, lengths: Tensor) -> tuple[DecodeSample, ...]:
-    """Those of the single-token requests whose turn it is to be sampled."""
-    due = torch.nonzero(lengths % DECODE_INTERVAL == 0).squeeze(-1)
-    rows = zip(tokens[due].tolist(), slots[due].tolist(), lengths[due].tolist(), strict=True)
-    return tuple(DecodeSample(*row) for row in rows)
+def _samples(new: Tensor, slots: Tensor, lengths: Tensor) -> tuple[tuple[DecodeSample, ...], tuple[ExtendSample, ...]]:
+    """Whose queries are kept for scoring pages: every request with several new tokens, and now and then one with one."""
+    ends = new.cumsum(0)
+    due = torch.nonzero((new == 1) & (lengths % DECODE_INTERVAL == 0)).squeeze(-1)
+    rows = zip((ends[due] - 1).tolist(), slots[due].tolist(), lengths[due].tolist(), strict=True)
+    more = torch.nonzero(new > 1).squeeze(-1)
+    spans = zip((ends - new)[more].tolist(), ends[more].tolist(), slots[more].tolist(), strict=True)
+    return tuple(DecodeSample(*row) for row in rows), tuple(ExtendSample(*span) for span in spans)
 
 
 def make_backend(runner: Any) -> Csa2AttentionBackend:

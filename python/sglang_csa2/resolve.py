@@ -4,16 +4,20 @@ They run once, in the process that resolves the arguments, before any process of
 ends there with a named error as the last line. UPSTREAM(sglang 0.5.23: step names of `arg_groups/resolution_hooks.py`).
 """
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from csa2.errors import IntegrityError, OptionError
-from csa2.options import PAGE_SIZE
+from csa2.impl import fallback_warning, resolve_impl
+from csa2.options import PAGE_SIZE, Impl
 from sglang_csa2 import plugin, refusals
 from sglang_csa2.args import SCHEME, Csa2ServerArgs, check_unused_options, enabled, flag_of, options_from
 from sglang_csa2.calibration import check_calibration
+
+logger = logging.getLogger(__name__)
 
 SOURCE = "csa2"
 """Who declared our values, in SGLang's provenance."""
@@ -95,6 +99,7 @@ def late(server_args: Any, previous: Step) -> None:
 
     Raises:
         OptionError: a handler resolved an option to a value that is refused.
+        KernelBuildError: --csa2-impl cpu cannot be compiled.
         IntegrityError: a handler replaced a forced value, or the launcher cannot be wired.
     """
     previous(server_args)
@@ -111,7 +116,15 @@ def late(server_args: Any, previous: Step) -> None:
                 f"SGLang resolved {flag_of(forced.field)} to {value!r}, but --kv-compress {SCHEME} needs "
                 f"{forced.value!r}: {forced.reason}. Look in the log above for the option or model that changed it"
             )
+    _prepare_kernels(options_from(config).impl)
     plugin.wire_launcher()
+
+
+def _prepare_kernels(impl: Impl) -> None:
+    """Compile once, before the processes that would all want to."""
+    implementation = resolve_impl(impl)
+    if implementation.fallback:
+        logger.warning(fallback_warning(implementation))
 
 
 def _check_forced(config: Any) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 
 from csa2.formats import PLAIN
+from csa2.impl import resolve_impl
 from csa2.stats import CacheStats
 from sglang_csa2.pool import store_of
 
@@ -18,6 +19,7 @@ def read_stats(scheduler: Any) -> CacheStats:
     used = sum(n * size for n, size in zip(arena.counts, ladder.page_bytes, strict=True))
     metadata = sum(n * layout.metadata_bytes for n, layout in zip(arena.counts, ladder.layouts, strict=True))
     mapped = store.mapped_pages
+    implementation = resolve_impl(steward.options.impl)
     options: dict[str, str | int | None] = msgspec.to_builtins(steward.options)
     return CacheStats(
         arena_bytes=arena.plan.arena_bytes,
@@ -35,5 +37,5 @@ def read_stats(scheduler: Any) -> CacheStats:
         prefix_hit_tokens_total=steward.prefix_hit_tokens_total,
         prompt_tokens_total=steward.prompt_tokens_total,
         identity_basis_layers=list(ladder.geometry.identity_layers),
-        options={**options, "impl": steward.options.resolved_impl},
+        options={**options, "impl": implementation.name, "impl_detail": implementation.detail},
     )

@@ -121,13 +121,13 @@ def test_info_as_json(capsys):
     assert set(info.PACKAGES) < set(report["versions"])
     assert set(report["platform"]["isa"]) == set(info.ISA_FLAGS)
     assert report["platform"]["memory_bytes"] > 2**30
-    assert report["options"]["resolved_impl"] == "reference"
+    assert report["options"]["resolved_impl"] == "cpu"
 
 
 def test_info_as_text(capsys):
     assert main(["info"]) == 0
     text = capsys.readouterr().out
-    for line in ("versions:", "machine:", "options (defaults):", "  cuda", "  resolved_impl   reference"):
+    for line in ("versions:", "machine:", "options (defaults):", "  cuda", "  resolved_impl         cpu"):
         assert line in text
     assert "server" not in text
 
