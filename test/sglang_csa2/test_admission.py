@@ -30,9 +30,12 @@ def kinds(result: Result) -> dict[str, str]:
     return {rid: ending.kind for rid, ending in result.endings.items()}
 
 
-@pytest.mark.parametrize("chunk", [PAGE, 512, -1])
-def test_the_longest_prompt_is_served_and_the_next_one_names_the_limit(forks: SchedulerForks, chunk: int) -> None:
-    limit = forks.run([Ask("a", words(0, 5), 1)], 31, chunked_prefill_size=chunk).max_prompt_tokens
+@pytest.mark.parametrize(("plain_pages", "chunk", "ratio"), [(31, PAGE, 1), (31, 512, 1), (31, -1, 1), (8, 256, 8)])
+def test_the_longest_prompt_is_served_and_the_next_one_names_the_limit(
+    forks: SchedulerForks, plain_pages: int, chunk: int, ratio: int
+) -> None:
+    options = {"chunked_prefill_size": chunk, "csa2_ratio": str(ratio)}
+    limit = forks.run([Ask("a", words(0, 5), 1)], plain_pages, **options).max_prompt_tokens
     asks = [
         Ask("before", words(0, PAGE + 5), 1),
         # Beside a page of its own in the cache, and beside pages of others.
@@ -40,7 +43,7 @@ def test_the_longest_prompt_is_served_and_the_next_one_names_the_limit(forks: Sc
         Ask("another", words(2, limit - 1), 1, after=("longest", 9999)),
         Ask("beyond", words(3, limit), 1, after=("another", 9)),
     ]
-    result = forks.run(asks, 31, chunked_prefill_size=chunk)
+    result = forks.run(asks, plain_pages, **options)
     assert result.stuck == []
     assert kinds(result) == {"before": "length", "longest": "length", "another": "length", "beyond": "abort"}
     assert result.endings["longest"].cached_tokens == PAGE
@@ -115,8 +118,34 @@ def workload(seed: int, count: int, longest: int) -> list[Ask]:
     ids=["tiny", "mixed", "no overlap", "slabs of two", "large chunks", "no chunks", "no tree"],
 )
 def test_a_full_arena(forks: SchedulerForks, plain_pages: int, in_flight: int, options: dict[str, object]) -> None:
+    assert_served(forks, plain_pages, in_flight, 60, options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("plain_pages", "in_flight", "options"),
+    [
+        (6, 12, {"chunked_prefill_size": 64, "csa2_ratio": "8", "csa2_hot_tokens": 64, "csa2_warm_tokens": 64}),
+        (12, 30, {"chunked_prefill_size": 128, "csa2_ratio": "4", "csa2_shared_format": "tail", "enable_mixed_chunk": True}),
+        (24, 30, {"chunked_prefill_size": 256, "csa2_ratio": "2", "csa2_shared_format": "k8v4"}),
+        (12, 12, {"csa2_ratio": "8", "csa2_protect_tokens": 200, "disable_radix_cache": True}),
+        (12, 12, {"csa2_ratio": "4", "csa2_protect_tokens": 0, "chunked_prefill_size": -1}),
+        (12, 12, {"csa2_tail_format": "fp8", "chunked_prefill_size": 128}),
+    ],
+    ids=["8", "4 mixed", "2 and k8v4", "8 no tree", "4 no chunks", "fp8"],
+)
+def test_a_full_arena_with_smaller_formats(
+    forks: SchedulerForks, plain_pages: int, in_flight: int, options: dict[str, object]
+) -> None:
+    result = assert_served(forks, plain_pages, in_flight, 20, options)
+    ratio = options.get("csa2_ratio")
+    assert ratio is None or any(n for step, n in result.stats["demotions_total"].items() if step.endswith(f"csa2-{ratio}x"))
+
+
+def assert_served(forks: SchedulerForks, plain_pages: int, in_flight: int, count: int, options: dict[str, object]) -> Result:
+    """Serve `count` requests from an arena that is too small for them."""
     limit = forks.run([Ask("a", words(0, 5), 1)], plain_pages, **options).max_prompt_tokens
-    asks = workload(plain_pages, 60, min(limit, 1500))
+    asks = workload(plain_pages, count, min(limit, 1500))
     result = forks.run(asks, plain_pages, in_flight, new_token_ratio=0.05, **options)
     assert result.stuck == []
     assert result.endings.keys() == {ask.rid for ask in asks}
@@ -128,4 +157,5 @@ def test_a_full_arena(forks: SchedulerForks, plain_pages: int, in_flight: int, o
             # Only where it was asked for: nothing was given up for lack of memory.
             assert ask.abort_after is not None, ending
     assert sum(result.stats["demotions_total"].values()) > 0
-    assert result.checked > 100
+    assert result.checked > count
+    return result
