@@ -123,7 +123,7 @@ def main() -> None:
     print(f"{impl}, read bandwidth of one core {bandwidth / 1e9:.1f} GB/s")
     rows = []
     for name in options.shape:
-        heads, groups, dim = shape = SHAPES[name]
+        _, groups, dim = shape = SHAPES[name]
         geometry = PageGeometry(1, groups, dim, 64, torch.bfloat16)
         bases = CodecBases(orthonormal_basis(dim), torch.linalg.qr(torch.randn(groups, dim, dim)).Q)
         layouts = layouts_of(geometry)

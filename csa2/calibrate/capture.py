@@ -28,7 +28,7 @@ class CapturedModel:
             self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
             config = AutoConfig.from_pretrained(folder, local_files_only=True)
             self.model = AutoModelForCausalLM.from_pretrained(
-                folder, config=config, dtype=torch.float32, attn_implementation=_NAME, local_files_only=True
+                folder, config=config, dtype="auto", attn_implementation=_NAME, local_files_only=True
             )
         except (OSError, ValueError) as error:
             raise CalibrationError(f"the model in {folder} cannot be loaded: {str(error).splitlines()[0]}") from error

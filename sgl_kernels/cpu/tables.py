@@ -35,7 +35,7 @@ def column_lines(matrix: Tensor) -> Tensor:
     columns = matrix.shape[-1]
     blocks = -(-columns // LANES)
     padded = torch.nn.functional.pad(matrix.float(), (0, blocks * LANES - columns))
-    return padded.unflatten(-1, (blocks, LANES)).transpose(-2, -3).contiguous()
+    return padded.view(*matrix.shape[:-1], blocks, LANES).transpose(-2, -3).contiguous()
 
 
 def basis_tables(bases: CodecBases) -> tuple[Tensor, Tensor]:
