@@ -56,7 +56,7 @@ def test_an_order_has_every_channel_once_and_pairs_together(rotary_dim, neox):
 @pytest.mark.parametrize("merged", [False, True])
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_default_classes_of_every_head_dim(dim, merged):
-    classes = default_classes(geometry(dim), make_rotation(dim, neox=True), merged=merged)
+    classes = default_classes(geometry(dim), merged=merged)
     assert len(classes) == 4
     fine, coarse = classes[0]
     assert set(classes) == {(fine, coarse)}
@@ -72,18 +72,31 @@ def test_default_classes_of_every_head_dim(dim, merged):
 def test_the_classes_of_64_and_128_channels():
     for dim in (64, 128):
         for merged, coarse in ((False, 12), (True, 8)):
-            classes = default_classes(geometry(dim), make_rotation(dim, neox=False), merged=merged)
+            classes = default_classes(geometry(dim), merged=merged)
             assert classes[0] == (KeyClass("int4", dim * 12 // 32), KeyClass("lloyd2", dim * coarse // 32))
 
 
 @pytest.mark.parametrize("merged", [False, True])
-def test_without_rotation_every_channel_stays(merged):
-    classes = default_classes(geometry(64), make_rotation(0, neox=True), merged=merged)
+def test_where_all_channels_are_alike_every_channel_stays(merged):
+    classes = default_classes(geometry(64), merged=merged, all_alike=True)
     assert classes == ((KeyClass("lloyd2", 64),),) * 4
 
 
+@pytest.mark.parametrize("calibrated", [False, True])
+@pytest.mark.parametrize("rotary_dim", [0, 64])
+def test_channels_are_alike_without_rotation_and_calibration(rotary_dim, calibrated):
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(1)).tolist()
+    orders = [order, order[::-1]] * 2 if calibrated else None
+    codec, classes = make_codec(geometry(64), make_rotation(rotary_dim, neox=True), orders)
+    assert len(classes[0]) == (1 if rotary_dim == 0 and not calibrated else 2)
+    channels = sum(c.channels for c in classes[0])
+    for head in range(4 if calibrated else 0):
+        kept = set(torch.nonzero(codec.bases.reduced[head, :, :channels].any(-1)).squeeze(-1).tolist())
+        assert kept == set(orders[head][:channels])
+
+
 def test_identity_layers_keep_all_their_channels():
-    classes = default_classes(geometry(64, layers=3, identity=(1,)), make_rotation(64, neox=True), merged=False)
+    classes = default_classes(geometry(64, layers=3, identity=(1,)), merged=False)
     assert [len(of_head) for of_head in classes] == [2, 2, 0, 0, 2, 2]
 
 
@@ -142,13 +155,12 @@ def test_bases_of_a_model_are_orthonormal_and_keep_the_slowest(merged, dim, rota
 
 
 @pytest.mark.parametrize("identity", [(), (0,), (0, 1)])
-@pytest.mark.parametrize(("rotary", "neox"), [(1.0, True), (0.0, True)])
-def test_the_reduced_rungs_of_every_head_dim_are_smaller_than_4_bits(rotary, neox, identity):
+@pytest.mark.parametrize("all_alike", [False, True])
+def test_the_reduced_rungs_of_every_head_dim_are_smaller_than_4_bits(all_alike, identity):
     """Also where all layers keep their channels, and whatever was rounded up to blocks and cache lines."""
     for dim in HEAD_DIMS:
-        for heads in (1, 3):
-            g = geometry(dim, heads=heads, identity=identity)
-            for tail, merge in MERGE.items():
-                _, classes = make_codec(g, make_rotation(int(dim * rotary), neox=neox), merged=merge > 1)
-                page_bytes = make_ladder(g, "fp4", tail, "fp8", classes).page_bytes
-                assert list(page_bytes) == sorted(set(page_bytes), reverse=True), (dim, heads, tail)
+        g = geometry(dim, heads=1, identity=identity)
+        for tail, merge in MERGE.items():
+            classes = default_classes(g, merged=merge > 1, all_alike=all_alike)
+            page_bytes = make_ladder(g, "fp4", tail, "fp8", classes).page_bytes
+            assert list(page_bytes) == sorted(set(page_bytes), reverse=True), (dim, tail)

@@ -16,10 +16,11 @@ from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding  # noqa: E40
 from sglang.srt.layers.rotary_embedding.yarn import YaRNScalingRotaryEmbedding  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
+from csa2.codec.channels import make_rotation  # noqa: E402
 from csa2.errors import UnsupportedModelError  # noqa: E402
 from csa2.key_bias import SURVIVING_BIAS_THRESHOLD, surviving_share  # noqa: E402
 from csa2.options import PAGE_SIZE  # noqa: E402
-from sglang_csa2.model import attention_layers, check_attention, identity_layers  # noqa: E402
+from sglang_csa2.model import attention_layers, check_attention, identity_layers, rotation_of  # noqa: E402
 
 HIDDEN, HEADS, KV_HEADS, DIM = 48, 4, 2, 64
 
@@ -108,6 +109,48 @@ def test_queries_scaled_with_the_position_are_refused() -> None:
 def test_a_layer_without_attention_module_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match=r"layers \[1, 2\] have no RadixAttention"):
         check_attention(model_of(Block(Attention(0)), Block(nn.Linear(2, 2))), 0, 3)
+
+
+# Rotation.
+
+
+@pytest.mark.parametrize(("neox", "first"), [(True, (0, DIM // 2)), (False, (0, 1))])
+def test_pairs_are_those_of_the_rotary_embedding(neox: bool, first: tuple[int, int]) -> None:
+    model = model_of(Block(Attention(0, rope=rotary(neox))))
+    rotation = rotation_of(model, DIM)
+    assert rotation == make_rotation(DIM, neox=neox)
+    assert rotation.pairs[0] == first
+
+
+def test_pairs_of_the_rotated_part_only() -> None:
+    rotation = rotation_of(model_of(Block(Attention(0, rope=rotary(rotary_dim=32)))), DIM)
+    assert rotation.pairs[0] == (0, 16)
+    assert len(rotation.pairs) == 16
+
+
+def test_the_first_layer_that_rotates_decides() -> None:
+    """Some models leave rotation out in every fourth layer."""
+    model = model_of(Block(Attention(0)), Block(Attention(1, rope=rotary(False))), Block(Attention(2, rope=rotary())))
+    assert rotation_of(model, DIM) == make_rotation(DIM, neox=False)
+
+
+def test_a_model_without_rotation() -> None:
+    assert rotation_of(model_of(Block(Attention(0))), DIM).is_none
+
+
+@pytest.mark.parametrize("neox", [True, False])
+def test_the_embedding_turns_the_pairs_that_it_is_said_to(neox: bool) -> None:
+    """A key in one channel stays in the two channels of its pair; the slowest pair turns least."""
+    rope = rotary(neox)
+    rotation = rotation_of(model_of(Block(Attention(0, rope=rope))), DIM)
+    turned = []
+    for a, b in rotation.pairs:
+        key = torch.zeros(1, DIM)
+        key[0, a] = 1.0
+        rotated = rope.forward_native(torch.tensor([40]), key.clone(), key)[1][0]
+        assert set(torch.nonzero(rotated.abs() > 1e-6).squeeze(-1).tolist()) <= {a, b}
+        turned.append(float(rotated[a]))
+    assert turned[-1] == max(turned) > 0.99
 
 
 # Key biases.

@@ -164,3 +164,41 @@ def test_without_a_hot_window(forks: SchedulerForks, tmp_path: Path) -> None:
     assert first[-1] == ["fp32", "fp4", "fp4", "fp4", "fp4", "fp4", "fp32"]
     for rid in sealed.logprobs:
         assert error(sealed, replaced, rid) <= BEYOND_CODEC * error(replaced, truth, rid) + FP32_ROUNDING, rid
+
+
+REDUCED = [
+    "gpt2_learned_positions",
+    "gptj_interleaved_partial_rotary",
+    "phi3_longrope_head_dim_96",
+    "qwen3_qk_norm_head_dim_128",
+]
+"""No rotation, interleaved and partial, other head dimensions."""
+
+
+@pytest.mark.parametrize("name", REDUCED)
+def test_reduced_pages_cost_what_the_codec_costs(forks: SchedulerForks, tmp_path: Path, name: str) -> None:
+    build(tmp_path, FAMILIES[name])
+    options = {"hot_tokens": HOT_TOKENS, "warm_tokens": HOT_TOKENS, "ratio": "2", "shared_format": "tail"}
+    sealed = forks.run(Job(str(tmp_path), "float32", GROUPS, csa2=options))
+    truth = forks.run(Job(str(tmp_path), "float32", GROUPS))
+    identity = tuple(sealed.stats["identity_basis_layers"])
+    replaced = forks.run(Job(str(tmp_path), "float32", GROUPS, replay=sealed.formats, identity_layers=identity))
+    assert [step["long"] for step in sealed.formats if "long" in step][-1] == ["fp32", *["csa2-2x"] * 4, "fp32", "fp32"]
+    assert sealed.batches == replaced.batches
+    for rid in sealed.logprobs:
+        assert error(sealed, replaced, rid) <= BEYOND_CODEC * error(replaced, truth, rid) + FP32_ROUNDING, rid
+
+
+@pytest.mark.parametrize("ratio", ["4", "8"])
+def test_merged_pages_keep_part_of_the_signal(forks: SchedulerForks, tmp_path: Path, ratio: str) -> None:
+    """Random models, random tokens: nothing repeats, and a group of tokens keeps one key. It still tells more than other
+    tokens would."""
+    build(tmp_path, FAMILIES["llama_float32"])
+    options = {"hot_tokens": HOT_TOKENS, "warm_tokens": HOT_TOKENS, "ratio": ratio, "shared_format": "tail"}
+    merged = forks.run(Job(str(tmp_path), "float32", GROUPS, csa2=options))
+    truth = forks.run(Job(str(tmp_path), "float32", GROUPS + CONTROLS))
+    name = f"csa2-{ratio}x"
+    assert [step["long"] for step in merged.formats if "long" in step][-1] == ["fp32", *[name] * 4, "fp32", "fp32"]
+    for rid in ("again", "mixed"):
+        signal = (truth.logprobs[f"not {rid}"] - truth.logprobs[rid]).pow(2).mean().sqrt().item()
+        assert 0 < error(merged, truth, rid) < signal

@@ -30,7 +30,7 @@ def kinds(result: Result) -> dict[str, str]:
     return {rid: ending.kind for rid, ending in result.endings.items()}
 
 
-@pytest.mark.parametrize(("plain_pages", "chunk", "ratio"), [(31, PAGE, 1), (31, 512, 1), (31, -1, 1), (8, 256, 8)])
+@pytest.mark.parametrize(("plain_pages", "chunk", "ratio"), [(31, PAGE, 1), (31, 512, 1), (31, -1, 1), (5, PAGE, 8)])
 def test_the_longest_prompt_is_served_and_the_next_one_names_the_limit(
     forks: SchedulerForks, plain_pages: int, chunk: int, ratio: int
 ) -> None:

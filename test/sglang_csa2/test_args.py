@@ -4,9 +4,12 @@ import pickle
 
 import msgspec
 import pytest
+import torch
 from resolving import parse, resolve, upstream, write_model
 
-from csa2.errors import IntegrityError, OptionError
+from csa2.calibrate.artefact import FORMAT_VERSION, Calibration, CalibrationConfig, save
+from csa2.calibrate.fingerprint import ModelShape
+from csa2.errors import CalibrationError, IntegrityError, OptionError
 from csa2.options import CacheOptions
 from sglang_csa2 import plugin
 from sglang_csa2.args import (
@@ -27,6 +30,7 @@ ALL_OPTIONS = {
     "csa2_tail_format": "ratio",
     "csa2_kv_format": "int4",
     "csa2_protect_tokens": 128,
+    "csa2_calibration": "calibration",
     "csa2_impl": "reference",
 }
 ALL_FLAGS = [part for name, value in ALL_OPTIONS.items() for part in ("--" + name.replace("_", "-"), str(value))]
@@ -34,7 +38,23 @@ CHANGED = CacheOptions(**{name.removeprefix("csa2_"): value for name, value in A
 
 
 @pytest.fixture
-def llama(tmp_path):
+def llama(tmp_path, monkeypatch):
+    """A model, and where the tests run a calibration of it."""
+    shape = ModelShape(num_layers=2, num_query_heads=2, num_kv_heads=1, head_dim=64)
+    config = CalibrationConfig(
+        format_version=FORMAT_VERSION,
+        model_name="llama",
+        shape=shape,
+        weights_digest=None,
+        data_digest="",
+        samples=1,
+        sample_tokens=128,
+        seed=0,
+        versions={},
+    )
+    order = torch.arange(64, dtype=torch.int16).expand(2, 1, 64)
+    save(Calibration(config=config, channel_order=order), tmp_path / "calibration")
+    monkeypatch.chdir(tmp_path)
     return str(write_model(tmp_path / "llama"))
 
 
@@ -97,7 +117,7 @@ def test_help_lists_every_option(capsys):
     text = capsys.readouterr().out
     for flag in ("--kv-compress {csa2}", "--csa2-arena-size", "--csa2-ratio {auto,1,2,4,8}", "--csa2-hot-tokens",
                  "--csa2-warm-tokens", "--csa2-shared-format {bf16,fp8,k8v4,fp4,tail}", "--csa2-kv-format {fp4,int4}",
-                 "--csa2-tail-format {ratio,bf16,fp8,k8v4}", "--csa2-protect-tokens",
+                 "--csa2-tail-format {ratio,bf16,fp8,k8v4}", "--csa2-protect-tokens", "--csa2-calibration",
                  "--csa2-impl {auto,reference,cpu,cuda}"):  # fmt: skip
         assert flag in text
 
@@ -164,6 +184,14 @@ def test_engine_keywords_are_checked_like_the_command_line(keywords, message):
 def test_served_ratios_resolve(ratio, llama):
     record = resolve("--model-path", llama, "--kv-compress", "csa2", "--csa2-ratio", ratio)
     assert options_from(record).ratio == ratio
+
+
+def test_a_calibration_that_is_not_there_or_of_another_model_is_refused(llama, tmp_path):
+    with pytest.raises(CalibrationError, match="nowhere holds no calibration"):
+        resolve("--model-path", llama, "--kv-compress", "csa2", "--csa2-calibration", "nowhere")
+    other = write_model(tmp_path / "other", num_hidden_layers=3)
+    with pytest.raises(CalibrationError, match=r"was made for llama \(2 layers"):
+        resolve("--model-path", str(other), "--kv-compress", "csa2", "--csa2-calibration", "calibration")
 
 
 @pytest.mark.parametrize("name", ALL_OPTIONS)
