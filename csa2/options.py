@@ -8,7 +8,8 @@ from csa2.errors import OptionError
 from csa2.units import parse_bytes
 
 PAGE_SIZE = 64
-"""Tokens of a page. SGLang's `--page-size` is set to it."""
+"""Tokens of a page unless SGLang's `--page-size` names another of `PAGE_SIZES`."""
+PAGE_SIZES = (32, 64, 128)
 
 Ratio = Literal["auto", "1", "2", "4", "8"]
 CodeFormat = Literal["fp4", "int4"]

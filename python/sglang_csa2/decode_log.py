@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from csa2.options import PAGE_SIZE
 from csa2.stats import CacheStats
 from csa2.units import format_bytes
 from sglang_csa2.metrics import CacheMetrics
@@ -32,7 +31,7 @@ def format_start_line(stats: CacheStats) -> str:
     """The line at start: what the pool offers."""
     page_bytes = ", ".join(f"{name} {size}" for name, size in stats.page_bytes.items())
     return (
-        f"csa2 pool ready, #page: {stats.capacity_tokens // PAGE_SIZE}, #token: {stats.capacity_tokens}, "
+        f"csa2 pool ready, #token: {stats.capacity_tokens}, "
         f"page_bytes: {page_bytes}, arena: {format_bytes(stats.arena_bytes)}"
     )
 

@@ -50,12 +50,16 @@ def around_config_from_budget(
 
     if not enabled_here():
         return orig(self, budget_bytes, cap_tokens=cap_tokens)
+    from sglang.srt.runtime_context import get_schedule
+
     from sglang_csa2.calibration import calibrated_orders
     from sglang_csa2.model import identity_layers, rotation_of
 
     options = options_here()
     layers = self.layer_info
-    geometry = _geometry(self, identity_layers(self.model, layers.start_layer, layers.num_effective_layers))
+    page_size = get_schedule().page_size
+    marked = identity_layers(self.model, layers.start_layer, layers.num_effective_layers, page_size)
+    geometry = _geometry(self, marked)
     merged = MERGE.get(options.old_page_format or "", 1) > 1
     rotation = rotation_of(self.model, geometry.head_dim)
     orders = calibrated_orders(options, geometry, layers.start_layer)

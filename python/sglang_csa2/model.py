@@ -65,12 +65,12 @@ def check_attention(model: nn.Module, start_layer: int, num_layers: int) -> None
         )
 
 
-def identity_layers(model: nn.Module, start_layer: int, num_layers: int) -> tuple[int, ...]:
+def identity_layers(model: nn.Module, start_layer: int, num_layers: int, page_size: int = PAGE_SIZE) -> tuple[int, ...]:
     """Layers of this rank (counted from 0) whose key bias survives the page mean; their keys keep the identity basis."""
     flagged = set()
     parents = dict(model.named_modules())
     for name, parent, layer in attention_layers(model):
-        ratio = _bias_ratio(parents.get(name.rpartition(".")[0]), parent, layer)
+        ratio = _bias_ratio(parents.get(name.rpartition(".")[0]), parent, layer, page_size)
         if ratio is not None and float(ratio.max()) > SURVIVING_BIAS_THRESHOLD:
             flagged.add(layer.layer_id - start_layer)
             logger.info(
@@ -92,7 +92,7 @@ def rotation_of(model: nn.Module, head_dim: int) -> Rotation:
     return Rotation(())
 
 
-def _bias_ratio(block: nn.Module | None, parent: nn.Module, layer: Any) -> Tensor | None:
+def _bias_ratio(block: nn.Module | None, parent: nn.Module, layer: Any, page_size: int) -> Tensor | None:
     """(G,) ratio of one layer, or None where keys have no bias or do not rotate (a constant is then removed exactly)."""
     from sglang.srt.layers.linear import QKVParallelLinear
     from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
@@ -124,7 +124,7 @@ def _bias_ratio(block: nn.Module | None, parent: nn.Module, layer: Any) -> Tenso
     bias = keys @ norm_bias
     if qkv.bias is not None:
         bias += qkv.bias.detach()[rows].float().cpu()
-    cos, sin = rope.cos_sin_cache[:PAGE_SIZE].float().chunk(2, dim=-1)
+    cos, sin = rope.cos_sin_cache[:page_size].float().chunk(2, dim=-1)
     return surviving_bias_ratio(
         bias.view(heads, dim),
         keys.view(heads, dim, hidden),

@@ -16,7 +16,7 @@ from sglang.srt.arg_groups.arg_utils import Arg
 from csa2.options import SERVED_IMPLS, SERVED_RATIOS
 from sglang_csa2.args import CONFIG_NAMESPACE, SCHEME, Csa2ServerArgs, flag_of
 from sglang_csa2.refusals import MODELS, OPTIONS, Refusal
-from sglang_csa2.resolve import FORCED
+from sglang_csa2.resolve import FORCED, Forced
 
 SERVED = {"csa2_ratio": SERVED_RATIOS, "csa2_impl": SERVED_IMPLS}
 """Options of which this version serves only some of the choices."""
@@ -85,9 +85,16 @@ def _values(name: str, inner: Any, argument: Arg) -> str:
     return text if served is None else f"{text} (this version serves {', '.join(_code(value) for value in served)})"
 
 
+def _forced_value(forced: Forced) -> str:
+    if forced.value is True:
+        return "on"
+    also = ", ".join(_code(value) for value in forced.also)
+    return _code(forced.value) + (f" (or {also})" if also else "")
+
+
 def _forced_options() -> Iterable[tuple[str, ...]]:
     for forced in FORCED:
-        yield f"`{flag_of(forced.field)}`", "on" if forced.value is True else _code(forced.value), forced.reason
+        yield f"`{flag_of(forced.field)}`", _forced_value(forced), forced.reason
 
 
 def _refusals(table: Sequence[Refusal], *, code: bool) -> Iterable[tuple[str, ...]]:

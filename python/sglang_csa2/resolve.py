@@ -12,7 +12,7 @@ import msgspec
 
 from csa2.errors import IntegrityError, OptionError
 from csa2.impl import fallback_warning, resolve_impl
-from csa2.options import PAGE_SIZE, Impl
+from csa2.options import PAGE_SIZE, PAGE_SIZES, Impl
 from sglang_csa2 import plugin, refusals
 from sglang_csa2.args import SCHEME, Csa2ServerArgs, check_unused_options, enabled, flag_of, options_from
 from sglang_csa2.calibration import check_calibration
@@ -32,10 +32,18 @@ class Forced(msgspec.Struct, frozen=True, kw_only=True):
     value: object
     unset: object
     reason: str
+    also: tuple[object, ...] = ()
+    """Other values that a user may choose."""
 
 
 FORCED: tuple[Forced, ...] = (
-    Forced(field="page_size", value=PAGE_SIZE, unset=None, reason="pages are compressed and shared as a whole"),
+    Forced(
+        field="page_size",
+        value=PAGE_SIZE,
+        unset=None,
+        also=tuple(size for size in PAGE_SIZES if size != PAGE_SIZE),
+        reason="pages are compressed and shared as a whole",
+    ),
     Forced(field="attention_backend", value=SCHEME, unset=None, reason="it reads compressed pages"),
     Forced(field="radix_cache_backend", value=SCHEME, unset=None, reason="it says which pages are shared"),
     Forced(field="disable_decode_cuda_graph", value=True, unset=False, reason=refusals.REPLAY),
@@ -75,7 +83,8 @@ def early(server_args: Any, previous: Step) -> None:
         _check_device(config)
         refusals.check_options(config)
         _check_forced(config)
-        declare_resolution(server_args, SOURCE, **{forced.field: forced.value for forced in FORCED})
+        values = {f.field: f.value for f in FORCED if getattr(config, f.field) not in f.also}
+        declare_resolution(server_args, SOURCE, **values)
     previous(server_args)
 
 
@@ -111,7 +120,7 @@ def late(server_args: Any, previous: Step) -> None:
     refusals.check_options(config)
     for forced in FORCED:
         value = getattr(config, forced.field)
-        if value != forced.value:
+        if value not in (forced.value, *forced.also):
             raise IntegrityError(
                 f"SGLang resolved {flag_of(forced.field)} to {value!r}, but --kv-compress {SCHEME} needs "
                 f"{forced.value!r}: {forced.reason}. Look in the log above for the option or model that changed it"
@@ -132,10 +141,12 @@ def _check_forced(config: Any) -> None:
         fields = (forced.field, *SPLIT_BACKENDS) if forced.field == "attention_backend" else (forced.field,)
         for field in fields:
             value = getattr(config, field)
-            if value not in (forced.unset, forced.value):
+            if value not in (forced.unset, forced.value, *forced.also):
+                others = "".join(f" or {other}" for other in forced.also)
                 raise OptionError(
                     f"{flag_of(field)} {value} cannot be combined with --kv-compress {SCHEME}, which sets "
                     f"{flag_of(forced.field)} {forced.value}: {forced.reason}. Leave {flag_of(field)} out"
+                    + (f", or give{others.removeprefix(' or')}" if others else "")
                 )
 
 

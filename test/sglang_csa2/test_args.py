@@ -222,6 +222,17 @@ def test_record_travels_to_children_before_and_after_resolution(llama):
     assert after.resolved_dict()["page_size"] == 64
 
 
+@pytest.mark.parametrize("page_size", [32, 64, 128])
+def test_page_sizes_to_choose_from(llama, page_size):
+    record = resolve("--model-path", llama, "--kv-compress", "csa2", "--page-size", str(page_size))
+    assert record.resolved_dict()["page_size"] == page_size
+
+
+def test_other_page_sizes_are_refused_with_the_choice(llama):
+    with pytest.raises(OptionError, match=r"--page-size 16 cannot .* sets --page-size 64.*, or give 32 or 128"):
+        resolve("--model-path", llama, "--kv-compress", "csa2", "--page-size", "16")
+
+
 def test_server_info_shows_the_options(llama):
     values = resolve("--model-path", llama, "--kv-compress", "csa2", *ALL_FLAGS).resolved_dict()
     assert {name: values[name] for name in ALL_OPTIONS} == ALL_OPTIONS

@@ -108,7 +108,7 @@ def test_stats_line() -> None:
 
 def test_start_line() -> None:
     assert decode_log.format_start_line(STATS) == (
-        "csa2 pool ready, #page: 128, #token: 8192, page_bytes: bf16 737280, fp8 380160, fp4 195840, arena: 44.8 MiB"
+        "csa2 pool ready, #token: 8192, page_bytes: bf16 737280, fp8 380160, fp4 195840, arena: 44.8 MiB"
     )
 
 
