@@ -1,0 +1,34 @@
+"""The picture of a check: divergence by position, and error by layer."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from csa2.check.metrics import BLOCK_TOKENS
+from csa2.check.results import FormatResult
+
+
+def draw(path: Path, rows: Sequence[FormatResult], layers: Mapping[str, Sequence[float]], context: int) -> None:
+    """Write the picture to `path`; its suffix decides the kind.
+
+    Args:
+        layers: relative error of the attention output per layer, by format; may be empty.
+        context: tokens before the first scored one.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    by_position, by_layer = figure.subplots(1, 2)
+    for row in rows:
+        positions = [context + BLOCK_TOKENS * (i + 0.5) for i in range(len(row.kl_nats_by_position))]
+        by_position.plot(positions, row.kl_nats_by_position, marker="o", markersize=3, label=row.format)
+    by_position.set(xlabel="position (tokens)", ylabel="KL (nats)", title="Divergence by position", yscale="log")
+    by_position.legend()
+    for name, errors in layers.items():
+        by_layer.plot(range(len(errors)), errors, marker="o", markersize=3, label=name)
+    by_layer.set(xlabel="layer", ylabel="relative error", title="Attention output by layer, exact inputs")
+    if layers:
+        by_layer.set_yscale("log")
+        by_layer.legend()
+    else:
+        by_layer.text(0.5, 0.5, "not measured", ha="center", transform=by_layer.transAxes)
+    figure.savefig(path, dpi=120)
