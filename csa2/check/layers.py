@@ -1,7 +1,8 @@
 """Where in the model a format costs most: the error of every layer's attention output, its inputs being exact.
 
 Offline, beside the engines: one forward pass over one document, whose keys and values are sealed and opened with the
-codec that serves. Errors do not add up from layer to layer here, so this says which layers are hard, not what they cost in the end.
+codec that serves. Errors do not add up from layer to layer here, so this says which layers are hard, not what they cost in
+the end.
 """
 
 from collections.abc import Callable, Sequence
@@ -110,7 +111,7 @@ def _sealed(
 
     def paged(x: Tensor) -> Tensor:
         cut = x[:, first * PAGE_SIZE : last * PAGE_SIZE].float()
-        return cut.unflatten(1, (last - first, PAGE_SIZE)).transpose(0, 1).contiguous()
+        return cut.reshape(x.shape[0], last - first, PAGE_SIZE, x.shape[2]).transpose(0, 1).contiguous()
 
     opened = codec.open(codec.seal(Entries(paged(keys), paged(values), None), layout), layout)
 
@@ -122,12 +123,13 @@ def _sealed(
 
 def _attend(query: Tensor, entries: Entries, scale: float) -> Tensor:
     """Attention (H, T, D) of `query` to entries of which the last T are its own tokens, seen causally."""
-    heads, t, _ = query.shape
+    heads, t, d = query.shape
     g = entries.keys.shape[1]
-    grouped = query.unflatten(0, (g, heads // g))
+    grouped = query.reshape(g, heads // g, t, d)
     logits = scale * grouped @ entries.keys[0].unsqueeze(1).transpose(-1, -2)
     if entries.bias is not None:
         logits = logits + entries.bias[0][:, None, None, :]
     hidden = torch.ones(t, t, dtype=torch.bool).triu(1)
     logits[..., -t:] = logits[..., -t:].masked_fill(hidden, float("-inf"))
-    return (logits.softmax(-1) @ entries.values[0].unsqueeze(1)).flatten(0, 1)
+    output: Tensor = logits.softmax(-1) @ entries.values[0].unsqueeze(1)
+    return output.flatten(0, 1)

@@ -44,6 +44,13 @@ class Record(msgspec.Struct, kw_only=True):
     cache: dict[str, dict[str, Any]] = {}
     """Statistics of the compressed cache after the last document, by format."""
 
+    @property
+    def identity_layers(self) -> list[int]:
+        """Layers with a surviving key bias, as the engines report them."""
+        for cache in self.cache.values():
+            return msgspec.convert(cache["identity_basis_layers"], list[int])
+        return []
+
     def add(
         self, name: str, full: Measured, packed: Measured, documents: Sequence[Sequence[int]], decode: Decode
     ) -> FormatResult:

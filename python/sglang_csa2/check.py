@@ -60,6 +60,12 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", type=Path, metavar="OUT", help="write everything to this file")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw loss by position and by layer")
+    parser.add_argument(
+        "--layers",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="also load the model once more and measure each layer on the first document (default: yes)",
+    )
     parser.add_argument("--dtype", default="auto", help="as in SGLang; float32 leaves only the error of the formats")
     parser.add_argument("--device", help="as in SGLang")
     parser.add_argument("--csa2-impl", default="auto", metavar="IMPL", help="as in SGLang")
@@ -75,6 +81,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    from csa2.check.plot import draw
+    from csa2.check.record import write_json
     from csa2.check.report import render_advice, render_disagreements, render_table
 
     inputs = _prepare(arguments)
@@ -82,6 +90,11 @@ def _run(arguments: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     record = _measure(inputs, arguments)
     rows = record.results
+    if arguments.layers:
+        _add_layers(record, inputs, arguments.model)
+    write_json(record, arguments.json)
+    if arguments.plot is not None:
+        draw(arguments.plot, rows, record.loss_by_layer, inputs.protocol.context)
     print(render_table(rows))
     print(render_disagreements(record.disagreements))
     failed = [row for row in rows if row.top1_agreement_pct < arguments.min_agreement]
@@ -143,6 +156,15 @@ def _measure(inputs: "Inputs", arguments: argparse.Namespace) -> "Record":
             record.add(name, full, measured, tokens, inputs.tokenizer.decode)
             write_json(record, arguments.json)
     return record
+
+
+def _add_layers(record: "Record", inputs: "Inputs", model: Path) -> None:
+    """Where in the model the formats cost most; after the engines, which hold the memory until then."""
+    from csa2.check.layers import layer_errors
+
+    print("looking at the layers one by one", file=sys.stderr)
+    tokens, names = inputs.documents[0].tokens, [row.format for row in record.results]
+    record.loss_by_layer = layer_errors(model, tokens, inputs.protocol.context, names, record.identity_layers)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
