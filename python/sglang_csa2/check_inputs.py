@@ -101,7 +101,9 @@ def read_model(model: Path, dtype: str, protocol: Protocol) -> ModelFacts:
     try:
         config: Any = ModelConfig(str(model), dtype=dtype)
     except (OSError, ValueError, KeyError) as error:
-        raise CheckError(f"--model {model} cannot be read ({error}): give a model that this SGLang serves") from error
+        raise CheckError(
+            f"--model {model} cannot be read ({_one_line(error)}): give a model that this SGLang serves"
+        ) from error
     refusals.check_model(config)
     window = int(config.context_len)
     if protocol.longest_prompt > window:
@@ -120,7 +122,9 @@ def load_tokenizer(model: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(model, local_files_only=True)
     except (OSError, ValueError) as error:
-        raise CheckError(f"--model {model} has no readable tokenizer ({error}): put its files into the folder") from error
+        raise CheckError(
+            f"--model {model} has no readable tokenizer ({_one_line(error)}): put its files into the folder"
+        ) from error
 
 
 def read_documents(paths: Sequence[Path], tokenizer: Any, protocol: Protocol) -> tuple[TokenizedDocument, ...]:
@@ -151,3 +155,7 @@ def read_documents(paths: Sequence[Path], tokenizer: Any, protocol: Protocol) ->
             raise CheckError(f"--text {path} has the same content as {twin.name}: each document must count once")
         documents.append(TokenizedDocument(path.stem, tuple(tokens), digest))
     return tuple(documents)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,136 @@
+"""User errors of `csa2 check`: named before any engine is started. And an engine that dies."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from csa2.check.errors import EngineError
+from csa2.check.prompts import Protocol
+from sglang_csa2 import check, check_measure
+from sglang_csa2.check_engine import Engine
+from sglang_csa2.check_inputs import ModelFacts
+
+LONG_TEXT = "The quick brown fox jumps over the lazy dog, said number {}. "
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("".join(LONG_TEXT.format(i) for i in range(200)))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("an engine was about to start")
+
+    monkeypatch.setattr(check_measure, "measure", refuse)
+    # Set by the command for itself and its engines.
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("TRANSFORMERS_OFFLINE", "1")
+
+
+SMALL = ("--context", "512", "--score-tokens", "64", "--copies", "1")
+
+
+def failure(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """The error line of a check that does not start."""
+    assert check.main([str(argument) for argument in arguments]) == check.NOT_MEASURED
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert lines[-1].startswith("csa2 check failed: ")
+    return lines[-1]
+
+
+def test_missing_model(capsys: pytest.CaptureFixture[str], text: Path, tmp_path: Path) -> None:
+    assert "is not a folder" in failure(capsys, "--model", tmp_path / "none", "--text", text, *SMALL)
+    assert "holds no config.json" in failure(capsys, "--model", tmp_path, "--text", text, *SMALL)
+
+
+def test_model_that_cannot_be_read(capsys: pytest.CaptureFixture[str], text: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert "has no readable tokenizer" in failure(capsys, "--model", tmp_path, "--text", text, *SMALL)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("--formats", "fp5"), "--formats 'fp5' is unknown: choose from bf16"),
+        (("--context", "4096", "--score-tokens", "64"), "tokens, 4161 are needed"),
+        (("--context", "100"), "--context 100 is not a positive multiple of 64"),
+        (("--min-agreement", "101"), "--min-agreement 101 is no percentage"),
+        (("--json", "/nowhere/out.json"), "there is no folder /nowhere"),
+    ],
+)
+def test_unusable_options(
+    capsys: pytest.CaptureFixture[str], demo_model: Path, text: Path, more: tuple[str, ...], said: str
+) -> None:
+    assert said in failure(capsys, "--model", demo_model, "--text", text, *SMALL, *more)
+
+
+def test_target_that_is_a_folder(capsys: pytest.CaptureFixture[str], demo_model: Path, text: Path, tmp_path: Path) -> None:
+    assert "is a folder" in failure(capsys, "--model", demo_model, "--text", text, *SMALL, "--json", tmp_path)
+
+
+def test_texts_that_cannot_be_used(capsys: pytest.CaptureFixture[str], demo_model: Path, text: Path, tmp_path: Path) -> None:
+    twin, binary = tmp_path / "twin.txt", tmp_path / "binary"
+    twin.write_bytes(text.read_bytes())
+    binary.write_bytes(b"\xff\xfe")
+    model = ("--model", demo_model)
+    assert "has the same content as text" in failure(capsys, *model, "--text", text, twin, *SMALL)
+    assert "is not UTF-8" in failure(capsys, *model, "--text", binary, *SMALL)
+    assert "No such file" in failure(capsys, *model, "--text", tmp_path / "none", *SMALL)
+
+
+def test_context_beyond_the_window_of_the_model(
+    capsys: pytest.CaptureFixture[str], demo_model: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "long.txt"
+    path.write_text("".join(LONG_TEXT.format(i) for i in range(1000)))
+    said = failure(capsys, "--model", demo_model, "--text", path, "--context", 8192, "--score-tokens", 64)
+    assert "but the model takes 8192" in said
+
+
+def test_model_that_cannot_be_compressed(
+    capsys: pytest.CaptureFixture[str], demo_model: Path, text: Path, tmp_path: Path
+) -> None:
+    for file in demo_model.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    config = json.loads((demo_model / "config.json").read_text())
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps({**config, "head_dim": 20}))
+    assert "head dimension 20" in failure(capsys, "--model", tmp_path, "--text", text, *SMALL)
+
+
+def test_both_sides_differ_in_the_cache_alone() -> None:
+    def arguments(name: str) -> dict[str, object]:
+        facts = ModelFacts(window_tokens=8192, token_bytes=1000)
+        return check_measure.engine_arguments(name, Path("m"), facts, Protocol(), dtype="float32", impl="auto", device="cpu")
+
+    full, packed = arguments(check_measure.FULL), arguments("fp4")
+    assert {key for key in full if key not in packed} == {"max_total_tokens"}
+    assert all(packed[key] == full[key] for key in full if key in packed)
+    assert all(key == "kv_compress" or key.startswith("csa2_") for key in packed if key not in full)
+
+
+def test_an_engine_that_dies_shows_the_end_of_its_log() -> None:
+    engine = Engine("fp4", {"model_path": "nowhere"})
+    engine._command = [sys.executable, "-c", "print('first'); print('out of luck'); raise SystemExit(3)"]
+    with pytest.raises(EngineError, match=r"for fp4 ended while it started(.|\n)*out of luck"), engine:
+        pass
+
+
+def test_an_engine_that_refuses_a_request_shows_why() -> None:
+    script = (
+        "import http.server, sys\n"
+        "class H(http.server.BaseHTTPRequestHandler):\n"
+        "    def do_GET(self): self.send_response(200); self.end_headers(); self.wfile.write(b'{}')\n"
+        "    def do_POST(self): self.send_error(400, 'too long')\n"
+        "http.server.HTTPServer(('127.0.0.1', int(sys.argv[-1])), H).serve_forever()\n"
+    )
+    engine = Engine("fp4", {})
+    engine._command = [sys.executable, "-u", "-c", script]
+    with pytest.raises(EngineError, match="refused /generate with 400"), engine:
+        engine.generate([1, 2])
