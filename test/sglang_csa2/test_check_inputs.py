@@ -4,10 +4,13 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from csa2.check.errors import EngineError
+from csa2.check.metrics import TokenScores
 from csa2.check.prompts import Protocol
+from csa2.check.results import Measured
 from sglang_csa2 import check, check_measure
 from sglang_csa2.check_engine import Engine
 from sglang_csa2.check_inputs import ModelFacts
@@ -102,6 +105,29 @@ def test_model_that_cannot_be_compressed(
     (tmp_path / "config.json").unlink()
     (tmp_path / "config.json").write_text(json.dumps({**config, "head_dim": 20}))
     assert "head dimension 20" in failure(capsys, "--model", tmp_path, "--text", text, *SMALL)
+
+
+def made_up(top_token: int) -> Measured:
+    """64 tokens, of which an engine would have written `top_token`."""
+    tokens = np.full(64, 7)
+    top = np.full((64, 1), top_token)
+    stats = {"pages": {"fp32": 1, "fp4": 1}, "page_bytes": {"fp32": 8, "fp4": 1}, "identity_basis_layers": []}
+    return Measured((TokenScores(tokens, np.full(64, -1.0), top, np.full((64, 1), -1.0)),), (), (stats,))
+
+
+@pytest.mark.parametrize(("choice", "code"), [(7, check.AGREES), (8, check.DISAGREES)])
+def test_exit_codes(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    demo_model: Path,
+    text: Path,
+    choice: int,
+    code: int,
+) -> None:
+    monkeypatch.setattr(check_measure, "measure", lambda name, *_: made_up(7 if name == check_measure.FULL else choice))
+    given = ["--model", str(demo_model), "--text", str(text), "--context", "512", "--score-tokens", "64"]
+    assert check.main([*given, "--copies", "0", "--no-layers", "--min-agreement", "100"]) == code
+    assert ("Look, in this order" in capsys.readouterr().out) == (code == check.DISAGREES)
 
 
 def test_both_sides_differ_in_the_cache_alone() -> None:
