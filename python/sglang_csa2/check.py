@@ -14,7 +14,9 @@ from csa2.errors import Csa2Error
 
 if TYPE_CHECKING:
     from csa2.check.record import Record
+    from csa2.check.results import Measured
     from sglang_csa2.check_inputs import Inputs
+    from sglang_csa2.check_measure import Tick
 
 # What it takes is imported when it runs: the `csa2` command loads this file for its parser.
 
@@ -59,6 +61,12 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--min-agreement", type=float, default=90.0, metavar="PCT", help="least top-1 agreement (default: %(default)s)"
     )
     parser.add_argument("--json", type=Path, metavar="OUT", help="write everything to this file")
+    parser.add_argument(
+        "--full",
+        type=Path,
+        metavar="FILE",
+        help="keep the scores of the full cache in this file, and take them from it if it is there",
+    )
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw loss by position and by layer")
     parser.add_argument(
         "--layers",
@@ -120,6 +128,7 @@ def _prepare(arguments: argparse.Namespace) -> "Inputs":
     check_inputs.check_agreement(arguments.min_agreement)
     check_inputs.check_target("--json", arguments.json)
     check_inputs.check_target("--plot", arguments.plot)
+    check_inputs.check_target("--full", arguments.full)
     check_inputs.check_folder(arguments.model)
     check_inputs.stay_offline()
     tokenizer = check_inputs.load_tokenizer(arguments.model)
@@ -154,13 +163,30 @@ def _measure(inputs: "Inputs", arguments: argparse.Namespace) -> "Record":
                 device=arguments.device,
             )
             record.engines[name] = options
-            measured = check_measure.measure(name, options, inputs.documents, inputs.protocol, bar.update)
             if full is None:
-                full = measured
+                full = _full_scores(options, inputs, arguments, bar.update)
+                bar.update(check_measure.units(inputs.documents, inputs.protocol) - bar.n)
                 continue
+            measured = check_measure.measure(name, options, inputs.documents, inputs.protocol, bar.update)
             record.add(name, full, measured, tokens, inputs.tokenizer.decode)
             write_json(record, arguments.json)
     return record
+
+
+def _full_scores(options: dict[str, Any], inputs: "Inputs", arguments: argparse.Namespace, tick: "Tick") -> "Measured":
+    """Scores of the full cache: kept ones if there are, measured ones otherwise."""
+    from csa2.check.kept import keep, recall
+    from sglang_csa2.check_inputs import conditions
+    from sglang_csa2.check_measure import FULL, measure
+
+    path: Path | None = arguments.full
+    holds = conditions(options, inputs.documents, inputs.protocol)
+    if path is not None and path.exists():
+        return recall(path, holds)
+    measured = measure(FULL, options, inputs.documents, inputs.protocol, tick)
+    if path is not None:
+        keep(path, measured, holds)
+    return measured
 
 
 def _add_layers(record: "Record", inputs: "Inputs", model: Path) -> None:

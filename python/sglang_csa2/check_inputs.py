@@ -1,5 +1,6 @@
 """What a check needs before any engine starts: the model's facts, the documents as tokens, places to write to."""
 
+import dataclasses
 import hashlib
 import os
 from collections.abc import Sequence
@@ -155,6 +156,22 @@ def read_documents(paths: Sequence[Path], tokenizer: Any, protocol: Protocol) ->
             raise CheckError(f"--text {path} has the same content as {twin.name}: each document must count once")
         documents.append(TokenizedDocument(path.stem, tuple(tokens), digest))
     return tuple(documents)
+
+
+def conditions(options: dict[str, Any], documents: Sequence[TokenizedDocument], protocol: Protocol) -> dict[str, Any]:
+    """All that scores of an engine started with `options` depend on, as JSON-able values."""
+    from csa2.info import versions
+
+    model = Path(options["model_path"])
+    return {
+        "protocol": dataclasses.asdict(protocol),
+        "documents": [document.sha256 for document in documents],
+        # Sizes stand for the weights: reading them all would take as long as measuring.
+        "model": {path.name: path.stat().st_size for path in sorted(model.iterdir()) if path.is_file()},
+        "dtype": options["dtype"],
+        "device": options.get("device"),
+        "software": {name: versions()[name] for name in ("sglang", "torch")},
+    }
 
 
 def _one_line(error: Exception) -> str:

@@ -9,6 +9,7 @@ import pytest
 from csa2.check.disagreements import first_disagreements
 from csa2.check.errors import CheckError
 from csa2.check.formats import FORMATS, cache_options, engine_options, parse_formats
+from csa2.check.kept import keep, recall
 from csa2.check.metrics import TokenScores
 from csa2.check.prompts import Protocol
 from csa2.check.record import DocumentEntry, start_record, write_json
@@ -125,3 +126,25 @@ def test_list_of_formats():
     for text, said in (("fp5", "'fp5' is unknown"), (" ,", "names no format")):
         with pytest.raises(CheckError, match=said):
             parse_formats(text)
+
+
+def test_kept_scores_come_back_as_they_were(tmp_path):
+    path = tmp_path / "full"
+    for measured in (FULL, Measured(FULL.scores, ())):
+        keep(path, measured, {"seed": 1})
+        again = recall(path, {"seed": 1})
+        for before, after in ((measured.scores, again.scores), (measured.copies, again.copies)):
+            assert len(before) == len(after)
+            for left, right in zip(before, after, strict=True):
+                for part in ("tokens", "logprobs", "top_tokens", "top_logprobs"):
+                    assert np.array_equal(getattr(left, part), getattr(right, part))
+
+
+def test_kept_scores_of_something_else_are_refused(tmp_path):
+    path = tmp_path / "full"
+    keep(path, FULL, {"seed": 1, "model": "a"})
+    with pytest.raises(CheckError, match="another model"):
+        recall(path, {"seed": 1, "model": "b"})
+    path.write_text("hello")
+    with pytest.raises(CheckError, match="holds no scores"):
+        recall(path, {})
