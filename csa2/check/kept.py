@@ -45,8 +45,8 @@ def recall(path: Path, conditions: dict[str, Any]) -> Measured:
     for name in sorted({*kept, *wanted}):
         if kept.get(name) != wanted.get(name):
             raise CheckError(
-                f"--full {path} was measured with another {name} ({kept.get(name)} and not {wanted.get(name)}): delete it or "
-                f"name another file"
+                f"--full {path} was measured with another {name} ({kept.get(name)} and not {wanted.get(name)}): delete it, "
+                f"or name another file"
             )
     return Measured(_scores(arrays, "scores"), _scores(arrays, "copies"))
 
