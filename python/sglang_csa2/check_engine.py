@@ -14,6 +14,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +27,9 @@ from csa2.check.metrics import TokenScores
 from csa2.check.prompts import STEP_TOKENS, CopyProbe, Protocol
 
 START_TIMEOUT_S = 900
+START_TRIES = 3
+PORT_TAKEN = "address already in use"
+"""In the log of a server whose port somebody else took while it loaded; it is then started on another one."""
 REQUEST_TIMEOUT_S = 3600
 FLUSH_TIMEOUT_S = 60
 STOP_TIMEOUT_S = 60
@@ -53,27 +57,28 @@ class Engine:
             self._command += [flag] if value is True else [flag, str(value)]
         self._process: subprocess.Popen[bytes] | None = None
         self._url = ""
+        self._identity = ""
         self._log = Path()
 
     def __enter__(self) -> "Engine":
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        self._url = f"http://127.0.0.1:{port}"
-        with tempfile.NamedTemporaryFile(prefix="csa2-check-", suffix=".log", delete=False) as log:
-            self._log = Path(log.name)
-            self._process = subprocess.Popen(  # noqa: S603 - this Python, with arguments checked by the caller
-                [*self._command, "--port", str(port)], stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-            )
-        try:
-            self._wait_ready()
-        except BaseException:
-            self._stop()
-            raise
+        for tries_left in reversed(range(START_TRIES)):
+            self._start()
+            try:
+                self._wait_ready()
+            except EngineError:
+                self._stop()
+                if not (tries_left and PORT_TAKEN in self._log.read_text(errors="replace")):
+                    raise
+            except BaseException:
+                self._stop()
+                raise
+            else:
+                break
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._stop()
+        # Kept where it explains an error.
         if error is None:
             self._log.unlink(missing_ok=True)
 
@@ -90,16 +95,34 @@ class Engine:
         """Empty the cache once nothing runs."""
         self._request(f"/flush_cache?timeout={FLUSH_TIMEOUT_S}", b"")
 
+    def _start(self) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self._url = f"http://127.0.0.1:{port}"
+        # By this name its answers are told from those of another server that took the port in between.
+        self._identity = f"csa2-check-{uuid.uuid4().hex}"
+        with tempfile.NamedTemporaryFile(prefix="csa2-check-", suffix=".log", delete=False) as log:
+            self._log = Path(log.name)
+            self._process = subprocess.Popen(  # noqa: S603 - this Python, with arguments checked by the caller
+                [*self._command, "--served-model-name", self._identity, "--port", str(port)],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
     def _wait_ready(self) -> None:
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:
             if self._process is None or self._process.poll() is not None:
                 raise self._failure("ended while it started")
             try:
-                with urllib.request.urlopen(f"{self._url}/model_info", timeout=5):  # noqa: S310 - our own address
-                    return
+                with urllib.request.urlopen(f"{self._url}/v1/models", timeout=5) as answer:  # noqa: S310 - our own address
+                    if self._identity in answer.read().decode(errors="replace"):
+                        return
             except (OSError, http.client.HTTPException):
-                time.sleep(POLL_S)
+                pass
+            time.sleep(POLL_S)
         raise self._failure(f"did not start within {START_TIMEOUT_S} s")
 
     def _post(self, route: str, body: Mapping[str, Any]) -> Any:

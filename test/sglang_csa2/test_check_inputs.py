@@ -11,7 +11,7 @@ from csa2.check.errors import EngineError
 from csa2.check.metrics import TokenScores
 from csa2.check.prompts import Protocol
 from csa2.check.results import Measured
-from sglang_csa2 import check, check_measure
+from sglang_csa2 import check, check_engine, check_measure
 from sglang_csa2.check_engine import Engine
 from sglang_csa2.check_inputs import ModelFacts
 
@@ -148,15 +148,42 @@ def test_an_engine_that_dies_shows_the_end_of_its_log() -> None:
         pass
 
 
+SERVER = """
+import http.server, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(sys.argv[-3].encode())
+    def do_POST(self):
+        self.send_error(400, "too long")
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[-1])), Handler).serve_forever()
+"""
+"""Answers with the model name from the command line, and refuses every request."""
+
+
 def test_an_engine_that_refuses_a_request_shows_why() -> None:
-    script = (
-        "import http.server, sys\n"
-        "class H(http.server.BaseHTTPRequestHandler):\n"
-        "    def do_GET(self): self.send_response(200); self.end_headers(); self.wfile.write(b'{}')\n"
-        "    def do_POST(self): self.send_error(400, 'too long')\n"
-        "http.server.HTTPServer(('127.0.0.1', int(sys.argv[-1])), H).serve_forever()\n"
-    )
     engine = Engine("fp4", {})
-    engine._command = [sys.executable, "-u", "-c", script]
+    engine._command = [sys.executable, "-c", SERVER]
     with pytest.raises(EngineError, match="refused /generate with 400"), engine:
         engine.generate([1, 2])
+
+
+def test_a_port_that_was_taken_is_left_for_another(tmp_path: Path) -> None:
+    once = tmp_path / "once"
+    script = (
+        f"import pathlib, sys; once = pathlib.Path({str(once)!r})\n"
+        "if not once.exists(): once.touch(); sys.exit('[Errno 98] address already in use')\n" + SERVER
+    )
+    engine = Engine("fp4", {})
+    engine._command = [sys.executable, "-c", script]
+    with engine:
+        assert once.exists()
+
+
+def test_a_foreign_server_is_not_taken_for_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_engine, "START_TIMEOUT_S", 2)
+    engine = Engine("fp4", {})
+    engine._command = [sys.executable, "-c", SERVER.replace("sys.argv[-3]", "'another model'")]
+    with pytest.raises(EngineError, match="did not start within 2 s"), engine:
+        pass
