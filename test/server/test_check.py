@@ -10,7 +10,7 @@ from pydoc_data.topics import topics
 import pytest
 from conftest import child_environment
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 CONTEXT, SCORED, COPIES = 2048, 128, 4
 TIMEOUT_S = 800
