@@ -16,8 +16,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from csa2.check.formats import PLAIN_FORMAT, cache_options
 from csa2.check.prompts import STEP_TOKENS
 from csa2.codec.channels import make_rotation
-from csa2.codec.codec import PageCodec, make_codec
-from csa2.formats import FormatLadder, make_ladder
+from csa2.codec.codec import make_codec
+from csa2.codec.queries import QuerySamples
+from csa2.formats import MERGE, make_ladder
 from csa2.options import PAGE_SIZE
 from sgl_kernels.page_codec.reference import Entries
 from sgl_kernels.page_layout import PageGeometry
@@ -45,8 +46,10 @@ def layer_errors(
 
     def look(layer: int, query: Tensor, keys: Tensor, values: Tensor, output: Tensor, scale: float) -> None:
         exact = output[:, context:].float()
+        samples = QuerySamples(1, keys.shape[0])
+        samples.record_extend(0, 0, query[:, :context].transpose(0, 1), scale)
         for name, found in errors.items():
-            packed = _compressed(name, keys, values, context, is_flagged=layer in flagged)
+            packed = _compressed(name, keys, values, samples, context, is_flagged=layer in flagged)
             attended = _attend(query[:, context:].float(), packed, scale)
             found.append(float((attended - exact).norm() / exact.norm()))
 
@@ -73,21 +76,33 @@ def _forward(model: Path, tokens: Sequence[int], look: Look) -> None:
         loaded.base_model(input_ids=torch.tensor([list(tokens)]), use_cache=False)
 
 
-def _compressed(name: str, keys: Tensor, values: Tensor, context: int, *, is_flagged: bool) -> Entries:
+def _compressed(
+    name: str, keys: Tensor, values: Tensor, samples: QuerySamples, context: int, *, is_flagged: bool
+) -> Entries:
     """Keys and values (1, G, E, D) fp32 as the step after `context` reads them, its own tokens last."""
     options = cache_options(name)
     g, _, d = keys.shape
     geometry = PageGeometry(1, g, d, PAGE_SIZE, torch.bfloat16, (0,) if is_flagged else ())
-    codec, classes = make_codec(geometry, make_rotation(d, neox=ROTARY_PAIRS_ARE_HALVES))
+    merged = MERGE.get(options.old_page_format or "", 1) > 1
+    codec, classes = make_codec(geometry, make_rotation(d, neox=ROTARY_PAIRS_ARE_HALVES), merged=merged)
     ladder = make_ladder(geometry, options.kv_format, options.old_page_format, None, classes)
     pages = context // PAGE_SIZE
     protected = min(pages, -(-options.protect_tokens // PAGE_SIZE))
     warm = max(protected, (context - options.warm_tokens) // PAGE_SIZE)
     hot = max(warm, (context - options.hot_tokens) // PAGE_SIZE)
+
+    def sealed(index: int, first: int, last: int) -> Entries:
+        layout = ladder.layouts[index]
+        if layout.is_plain or first == last:
+            return _plain(keys, values, first * PAGE_SIZE, last * PAGE_SIZE)
+        pages = Entries(_paged(keys, first, last), _paged(values, first, last), None)
+        queries = samples.of(torch.zeros(last - first, dtype=torch.int64))
+        return _flat(codec.open(codec.seal(pages, layout, queries), layout))
+
     parts = [
         _plain(keys, values, 0, protected * PAGE_SIZE),
-        _sealed(codec, ladder, ladder.tail, keys, values, protected, warm),
-        _sealed(codec, ladder, min(ladder.warm, ladder.tail), keys, values, warm, hot),
+        sealed(ladder.tail, protected, warm),
+        sealed(min(ladder.warm, ladder.tail), warm, hot),
         _plain(keys, values, hot * PAGE_SIZE, keys.shape[1]),
     ]
     return Entries(
@@ -101,24 +116,19 @@ def _plain(keys: Tensor, values: Tensor, start: int, stop: int) -> Entries:
     return Entries(keys[None, :, start:stop].float(), values[None, :, start:stop].float(), None)
 
 
-def _sealed(
-    codec: PageCodec, ladder: FormatLadder, index: int, keys: Tensor, values: Tensor, first: int, last: int
-) -> Entries:
-    """Pages `first` to `last` in format `index` and back, side by side."""
-    layout = ladder.layouts[index]
-    if layout.is_plain or first == last:
-        return _plain(keys, values, first * PAGE_SIZE, last * PAGE_SIZE)
+def _paged(x: Tensor, first: int, last: int) -> Tensor:
+    """Pages `first` to `last` of (G, T, D) as (N, G, S, D) fp32."""
+    cut = x[:, first * PAGE_SIZE : last * PAGE_SIZE].float()
+    return cut.reshape(x.shape[0], last - first, PAGE_SIZE, x.shape[2]).transpose(0, 1).contiguous()
 
-    def paged(x: Tensor) -> Tensor:
-        cut = x[:, first * PAGE_SIZE : last * PAGE_SIZE].float()
-        return cut.reshape(x.shape[0], last - first, PAGE_SIZE, x.shape[2]).transpose(0, 1).contiguous()
 
-    opened = codec.open(codec.seal(Entries(paged(keys), paged(values), None), layout), layout)
+def _flat(pages: Entries) -> Entries:
+    """Pages (N, G, E, D) side by side as one sequence (1, G, N x E, D)."""
 
     def flat(x: Tensor) -> Tensor:
         return x.transpose(0, 1).flatten(1, 2)[None]
 
-    return Entries(flat(opened.keys), flat(opened.values), None if opened.bias is None else flat(opened.bias))
+    return Entries(flat(pages.keys), flat(pages.values), None if pages.bias is None else flat(pages.bias))
 
 
 def _attend(query: Tensor, entries: Entries, scale: float) -> Tensor:
