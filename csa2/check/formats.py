@@ -3,6 +3,7 @@
 from typing import Any
 
 from csa2.check.errors import CheckError
+from csa2.formats import MERGE
 from csa2.options import CacheOptions
 
 PLAIN_FORMAT = "bf16"
@@ -22,6 +23,8 @@ _ALWAYS = {"shared_format": "tail"}
 """The check finds its own text in the prefix cache, step after step; its pages must not count as shared ones."""
 
 FORMATS = tuple(_OPTIONS)
+CALIBRATED = tuple(MERGE)
+"""Formats that use a calibration."""
 
 
 def cache_options(name: str) -> CacheOptions:
@@ -33,13 +36,19 @@ def cache_options(name: str) -> CacheOptions:
     return CacheOptions(**_fields(name))
 
 
-def engine_options(name: str) -> dict[str, Any]:
+def engine_options(name: str, calibration: str | None = None) -> dict[str, Any]:
     """The same as fields of the server arguments, those alone that differ from the defaults.
+
+    Args:
+        calibration: folder from `csa2 calibrate`, used by the formats that can.
 
     Raises:
         CheckError: no such format.
     """
-    return {f"csa2_{field}": value for field, value in _fields(name).items()}
+    fields = _fields(name)
+    if calibration is not None and name in CALIBRATED:
+        fields["calibration"] = calibration
+    return {f"csa2_{field}": value for field, value in fields.items()}
 
 
 def parse_formats(text: str) -> tuple[str, ...]:

@@ -5,17 +5,18 @@ codec that serves. Errors do not add up from layer to layer here, so this says w
 the end.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
+from csa2.calibrate.artefact import load
+from csa2.calibrate.capture import CapturedModel
 from csa2.check.formats import PLAIN_FORMAT, cache_options
 from csa2.check.prompts import STEP_TOKENS
-from csa2.codec.channels import make_rotation
+from csa2.codec.channels import Rotation
 from csa2.codec.codec import make_codec
 from csa2.codec.queries import QuerySamples
 from csa2.formats import MERGE, make_ladder
@@ -23,68 +24,62 @@ from csa2.options import PAGE_SIZE
 from sgl_kernels.page_codec.reference import Entries
 from sgl_kernels.page_layout import PageGeometry
 
-PROBE = "csa2_layer_probe"
-"""Name of our attention among those of transformers."""
-ROTARY_PAIRS_ARE_HALVES = True
-"""Assumed: channel j rotates with j + half of the rotary channels. Interleaved models are off here in reduced formats."""
-
-Look = Callable[[int, Tensor, Tensor, Tensor, Tensor, float], None]
-"""Called per layer with query (H, T, D), keys and values (G, T, D), output (H, T, D) and the scale of the logits."""
-
 
 def layer_errors(
-    model: Path, tokens: Sequence[int], context: int, formats: Sequence[str], identity_layers: Sequence[int]
+    model: Path,
+    tokens: Sequence[int],
+    context: int,
+    formats: Sequence[str],
+    identity_layers: Sequence[int],
+    calibration: Path | None = None,
 ) -> dict[str, list[float]]:
     """Relative error of the attention output per layer, by format; uncompressed ones are left out.
 
     Args:
         tokens: of one document; those of the step after `context` are the queries.
         identity_layers: as the engine reports them.
+        calibration: folder that the engines were started with.
     """
     errors: dict[str, list[float]] = {name: [] for name in formats if name != PLAIN_FORMAT}
+    if not errors:
+        return errors
+    captured = CapturedModel(model)
+    known = None if calibration is None else load(calibration)
     flagged = set(identity_layers)
 
-    def look(layer: int, query: Tensor, keys: Tensor, values: Tensor, output: Tensor, scale: float) -> None:
-        exact = output[:, context:].float()
-        samples = QuerySamples(1, keys.shape[0])
-        samples.record_extend(0, 0, query[:, :context].transpose(0, 1), scale)
+    def visit(layer: int, query: Tensor, keys: Tensor, values: Tensor) -> None:
+        g, t, d = keys.shape
+        exact = _attend(query[:, context:], _plain(keys, values, 0, t))
+        samples = QuerySamples(1, g)
+        samples.record_extend(0, 0, query[:, :context].transpose(0, 1), 1.0)
+        orders = None if known is None else known.orders(range(layer, layer + 1), range(g))
+        codec_of_layer = LayerCodec(captured.rotation(d), orders, layer in flagged)
         for name, found in errors.items():
-            packed = _compressed(name, keys, values, samples, context, is_flagged=layer in flagged)
-            attended = _attend(query[:, context:].float(), packed, scale)
-            found.append(float((attended - exact).norm() / exact.norm()))
+            packed = _compressed(name, keys, values, samples, context, codec_of_layer)
+            found.append(float((_attend(query[:, context:], packed) - exact).norm() / exact.norm()))
 
-    if errors:
-        _forward(model, tokens[: context + STEP_TOKENS], look)
+    captured.run(list(tokens[: context + STEP_TOKENS]), visit)
     return errors
 
 
-def _forward(model: Path, tokens: Sequence[int], look: Look) -> None:
-    from transformers import AttentionInterface, AutoModelForCausalLM
+@dataclass(frozen=True)
+class LayerCodec:
+    """What the codec of one layer depends on."""
 
-    def attention(
-        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None = None, **_: Any
-    ) -> tuple[Tensor, None]:
-        # One sequence without padding: causal is all there is to mask.
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
-        look(module.layer_idx, query[0], key[0], value[0], out[0], scale)
-        return out.transpose(1, 2).contiguous(), None
-
-    AttentionInterface.register(PROBE, attention)
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype="auto", attn_implementation=PROBE, local_files_only=True)
-    with torch.inference_mode():
-        loaded.base_model(input_ids=torch.tensor([list(tokens)]), use_cache=False)
+    rotation: Rotation
+    orders: list[list[int]] | None
+    is_flagged: bool
 
 
 def _compressed(
-    name: str, keys: Tensor, values: Tensor, samples: QuerySamples, context: int, *, is_flagged: bool
+    name: str, keys: Tensor, values: Tensor, samples: QuerySamples, context: int, of_layer: LayerCodec
 ) -> Entries:
     """Keys and values (1, G, E, D) fp32 as the step after `context` reads them, its own tokens last."""
     options = cache_options(name)
     g, _, d = keys.shape
-    geometry = PageGeometry(1, g, d, PAGE_SIZE, torch.bfloat16, (0,) if is_flagged else ())
+    geometry = PageGeometry(1, g, d, PAGE_SIZE, torch.bfloat16, (0,) if of_layer.is_flagged else ())
     merged = MERGE.get(options.old_page_format or "", 1) > 1
-    codec, classes = make_codec(geometry, make_rotation(d, neox=ROTARY_PAIRS_ARE_HALVES), merged=merged)
+    codec, classes = make_codec(geometry, of_layer.rotation, of_layer.orders, merged=merged)
     ladder = make_ladder(geometry, options.kv_format, options.old_page_format, None, classes)
     pages = context // PAGE_SIZE
     protected = min(pages, -(-options.protect_tokens // PAGE_SIZE))
@@ -131,12 +126,11 @@ def _flat(pages: Entries) -> Entries:
     return Entries(flat(pages.keys), flat(pages.values), None if pages.bias is None else flat(pages.bias))
 
 
-def _attend(query: Tensor, entries: Entries, scale: float) -> Tensor:
-    """Attention (H, T, D) of `query` to entries of which the last T are its own tokens, seen causally."""
+def _attend(query: Tensor, entries: Entries) -> Tensor:
+    """Attention (H, T, D) of scaled queries to entries of which the last T are their own tokens, seen causally."""
     heads, t, d = query.shape
     g = entries.keys.shape[1]
-    grouped = query.reshape(g, heads // g, t, d)
-    logits = scale * grouped @ entries.keys[0].unsqueeze(1).transpose(-1, -2)
+    logits = query.reshape(g, heads // g, t, d) @ entries.keys[0].unsqueeze(1).transpose(-1, -2)
     if entries.bias is not None:
         logits = logits + entries.bias[0][:, None, None, :]
     hidden = torch.ones(t, t, dtype=torch.bool).triu(1)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from csa2.check.disagreements import Disagreement
+from csa2.check.formats import CALIBRATED
 from csa2.check.results import FormatResult
 
 _COLUMNS = ("format", "bytes", "in all", "ppl %", "+- SE", "KL nats", "top-1 %", "copy %", "of full")
@@ -48,10 +49,6 @@ def render_disagreements(found: Mapping[str, Sequence[Disagreement]]) -> str:
             )
             lines.append(f"    after {row.context!r}")
     return "\n".join(lines)
-
-
-CALIBRATED = ("csa2-2x", "csa2-4x", "csa2-8x")
-"""Formats that use calibrated channel orders and scorers."""
 
 
 def render_advice(rows: Sequence[FormatResult], failed: FormatResult, minimum_pct: float) -> str:

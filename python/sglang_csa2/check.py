@@ -81,6 +81,9 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "'auto' is what the model serves in)",
     )
     parser.add_argument("--device", help="as in SGLang")
+    parser.add_argument(
+        "--csa2-calibration", type=Path, metavar="DIR", help="as in SGLang; used by csa2-2x and smaller formats"
+    )
     parser.add_argument("--csa2-impl", default="auto", metavar="IMPL", help="as in SGLang")
 
 
@@ -104,7 +107,7 @@ def _run(arguments: argparse.Namespace) -> int:
     record = _measure(inputs, arguments)
     rows = record.results
     if arguments.layers:
-        _add_layers(record, inputs, arguments.model)
+        _add_layers(record, inputs, arguments)
     write_json(record, arguments.json)
     if arguments.plot is not None:
         draw(arguments.plot, rows, record.loss_by_layer, inputs.protocol.context)
@@ -130,6 +133,7 @@ def _prepare(arguments: argparse.Namespace) -> "Inputs":
     check_inputs.check_target("--plot", arguments.plot)
     check_inputs.check_target("--full", arguments.full)
     check_inputs.check_folder(arguments.model)
+    check_inputs.check_calibration(arguments.csa2_calibration, arguments.model)
     check_inputs.stay_offline()
     tokenizer = check_inputs.load_tokenizer(arguments.model)
     documents = check_inputs.read_documents(arguments.text, tokenizer, protocol)
@@ -139,7 +143,7 @@ def _prepare(arguments: argparse.Namespace) -> "Inputs":
 
 def _measure(inputs: "Inputs", arguments: argparse.Namespace) -> "Record":
     """Measure every format against the full cache; what is known so far is written after each."""
-    from tqdm import tqdm
+    from tqdm import tqdm  # type: ignore[import-untyped]
 
     from csa2.check.record import start_record, write_json
     from sglang_csa2 import check_measure
@@ -148,20 +152,15 @@ def _measure(inputs: "Inputs", arguments: argparse.Namespace) -> "Record":
     names = (FULL, *inputs.formats)
     record = start_record(inputs.protocol, str(arguments.model), arguments.dtype, inputs.entries)
     tokens = [document.tokens for document in inputs.documents]
+    settings = check_measure.EngineSettings(
+        arguments.dtype, arguments.csa2_impl, arguments.device, arguments.csa2_calibration
+    )
     full = None
     total = len(names) * check_measure.units(inputs.documents, inputs.protocol)
     with tqdm(total=total, unit="step", file=sys.stderr) as bar:
         for name in names:
             bar.set_description(name)
-            options = check_measure.engine_arguments(
-                name,
-                arguments.model,
-                inputs.facts,
-                inputs.protocol,
-                dtype=arguments.dtype,
-                impl=arguments.csa2_impl,
-                device=arguments.device,
-            )
+            options = check_measure.engine_arguments(name, arguments.model, inputs.facts, inputs.protocol, settings)
             record.engines[name] = options
             if full is None:
                 full = _full_scores(options, inputs, arguments, bar.update)
@@ -189,13 +188,19 @@ def _full_scores(options: dict[str, Any], inputs: "Inputs", arguments: argparse.
     return measured
 
 
-def _add_layers(record: "Record", inputs: "Inputs", model: Path) -> None:
+def _add_layers(record: "Record", inputs: "Inputs", arguments: argparse.Namespace) -> None:
     """Where in the model the formats cost most; after the engines, which hold the memory until then."""
     from csa2.check.layers import layer_errors
 
     print("looking at the layers one by one", file=sys.stderr)
-    tokens, names = inputs.documents[0].tokens, [row.format for row in record.results]
-    record.loss_by_layer = layer_errors(model, tokens, inputs.protocol.context, names, record.identity_layers)
+    record.loss_by_layer = layer_errors(
+        arguments.model,
+        inputs.documents[0].tokens,
+        inputs.protocol.context,
+        [row.format for row in record.results],
+        record.identity_layers,
+        arguments.csa2_calibration,
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

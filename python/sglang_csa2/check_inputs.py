@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from csa2.calibrate.artefact import check_model, load
 from csa2.check.errors import CheckError
 from csa2.check.prompts import Protocol
 from csa2.check.record import DocumentEntry
@@ -86,6 +87,12 @@ def check_target(option: str, path: Path | None) -> None:
         raise CheckError(f"{option} {path} cannot be written: there is no folder {folder}. Make it first")
     if not os.access(path if path.exists() else folder, os.W_OK):
         raise CheckError(f"{option} {path} cannot be written: permission denied. Choose another place")
+
+
+def check_calibration(folder: Path | None, model: Path) -> None:
+    """Raises CalibrationError: the calibration in `folder` cannot be read, or is of another model."""
+    if folder is not None:
+        check_model(load(folder), model, source=str(folder))
 
 
 def read_model(model: Path, dtype: str, protocol: Protocol) -> ModelFacts:

@@ -1,6 +1,7 @@
 """Measuring: one engine after the other over all documents."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +25,25 @@ Tick = Callable[[], object]
 """Called after each document is scored and after each repeated passage."""
 
 
+@dataclass(frozen=True)
+class EngineSettings:
+    """What the user chooses of the engines: SGLang's options of the same names, `impl` and `calibration` those of csa2."""
+
+    dtype: str
+    impl: str = "auto"
+    device: str | None = None
+    calibration: Path | None = None
+
+
 def engine_arguments(
-    name: str, model: Path, facts: ModelFacts, protocol: Protocol, *, dtype: str, impl: str, device: str | None
+    name: str, model: Path, facts: ModelFacts, protocol: Protocol, settings: EngineSettings
 ) -> dict[str, Any]:
     """Server arguments for format `name`, or for the full cache where it is `FULL`. All else is the same on both sides."""
     # A document with its repetitions, twice over: nothing is evicted, and demotion never runs short of a slab.
     pages = 2 * -(-protocol.longest_prompt // PAGE_SIZE) + 2 * protocol.copies + SPARE_PAGES
     arguments: dict[str, Any] = {
         "model_path": str(model),
-        "dtype": dtype,
+        "dtype": settings.dtype,
         "random_seed": protocol.seed,
         # One chunk a prompt.
         "chunked_prefill_size": -(-protocol.longest_prompt // PAGE_SIZE) * PAGE_SIZE,
@@ -42,12 +53,14 @@ def engine_arguments(
         "enable_fp32_lm_head": True,
         "skip_server_warmup": True,
     }
-    if device is not None:
-        arguments["device"] = device
+    if settings.device is not None:
+        arguments["device"] = settings.device
     if name == FULL:
         return {**arguments, "max_total_tokens": pages * PAGE_SIZE}
     size = pages * PAGE_SIZE * facts.token_bytes
-    return {**arguments, "kv_compress": SCHEME, "csa2_impl": impl, "csa2_arena_size": size, **engine_options(name)}
+    cache = {"kv_compress": SCHEME, "csa2_impl": settings.impl, "csa2_arena_size": size}
+    calibration = None if settings.calibration is None else str(settings.calibration)
+    return {**arguments, **cache, **engine_options(name, calibration)}
 
 
 def units(documents: Sequence[TokenizedDocument], protocol: Protocol) -> int:

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from csa2.check.layers import layer_errors
 
@@ -26,6 +28,8 @@ def tiny(tmp_path_factory):
     )
     folder = tmp_path_factory.mktemp("tiny")
     LlamaForCausalLM(config).float().save_pretrained(folder)
+    # Models are loaded with their tokenizer; this one is never asked.
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}, "a"))).save_pretrained(folder)
     return folder
 
 

@@ -73,6 +73,13 @@ def test_unusable_options(
     assert said in failure(capsys, "--model", demo_model, "--text", text, *SMALL, *more)
 
 
+def test_calibration_that_is_not_there(
+    capsys: pytest.CaptureFixture[str], demo_model: Path, text: Path, tmp_path: Path
+) -> None:
+    said = failure(capsys, "--model", demo_model, "--text", text, *SMALL, "--csa2-calibration", tmp_path)
+    assert str(tmp_path) in said
+
+
 def test_target_that_is_a_folder(capsys: pytest.CaptureFixture[str], demo_model: Path, text: Path, tmp_path: Path) -> None:
     assert "is a folder" in failure(capsys, "--model", demo_model, "--text", text, *SMALL, "--json", tmp_path)
 
@@ -131,14 +138,17 @@ def test_exit_codes(
 
 
 def test_both_sides_differ_in_the_cache_alone() -> None:
-    def arguments(name: str) -> dict[str, object]:
-        facts = ModelFacts(window_tokens=8192, token_bytes=1000)
-        return check_measure.engine_arguments(name, Path("m"), facts, Protocol(), dtype="float32", impl="auto", device="cpu")
+    def arguments(name: str, calibration: Path | None = None) -> dict[str, object]:
+        settings = check_measure.EngineSettings("float32", "auto", "cpu", calibration)
+        return check_measure.engine_arguments(name, Path("m"), ModelFacts(8192, 1000), Protocol(), settings)
 
     full, packed = arguments(check_measure.FULL), arguments("fp4")
     assert {key for key in full if key not in packed} == {"max_total_tokens"}
     assert all(packed[key] == full[key] for key in full if key in packed)
     assert all(key == "kv_compress" or key.startswith("csa2_") for key in packed if key not in full)
+    with_calibration = arguments("csa2-2x", Path("c"))
+    assert with_calibration == {**arguments("csa2-2x"), "csa2_calibration": "c"}
+    assert arguments("fp4", Path("c")) == packed
 
 
 def test_an_engine_that_dies_shows_the_end_of_its_log() -> None:
