@@ -1,12 +1,21 @@
-"""The `csa2` command: `csa2 demo-model`, `csa2 info` and `csa2 calibrate`."""
+"""The `csa2` command: `csa2 demo-model`, `csa2 info`, `csa2 calibrate`, and what other packages add.
+
+A command that needs more than this package is an entry point of the group `csa2.commands`: a function that takes the
+subparsers, adds its own and sets `run` on it, a function from the parsed arguments to the exit code.
+"""
 
 import argparse
+import importlib.metadata
 import json
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from csa2 import __version__
 from csa2.errors import Csa2Error
+
+COMMANDS = "csa2.commands"
+"""Entry point group of further commands."""
 
 # What a subcommand needs is imported when it runs: `csa2 --help` must not wait for torch.
 
@@ -15,21 +24,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; `argv` defaults to the command line.
 
     Returns:
-        0, or 1 with one line on the error stream. Bad usage exits with 2, through argparse.
+        0, or 1 with one line on the error stream; `csa2 check` says more by its code. Bad usage exits with 2, through
+        argparse.
     """
     arguments = _parser().parse_args(argv)
     try:
-        if arguments.command == "demo-model":
-            return _demo_model(arguments.cache_dir)
-        if arguments.command == "calibrate":
-            return _calibrate(arguments)
-        return _info(arguments.url, arguments.json)
+        code: int = arguments.run(arguments)
     except Csa2Error as error:
         print(f"csa2 {arguments.command} failed: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"csa2 {arguments.command} was interrupted", file=sys.stderr)
         return 130
+    return code
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -49,6 +56,8 @@ def _parser() -> argparse.ArgumentParser:
         help="folder that holds the model (default: $CSA2_CACHE_DIR, $XDG_CACHE_HOME/sglang-csa2 or ~/.cache/sglang-csa2)",
     )
 
+    demo.set_defaults(run=lambda arguments: _demo_model(arguments.cache_dir))
+
     info = commands.add_parser(
         "info",
         help="print versions, machine and options, for bug reports",
@@ -62,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
         help="also ask the server at URL (default: %(const)s), started with --kv-compress csa2",
     )
     info.add_argument("--json", action="store_true", help="print JSON instead of text")
+    info.set_defaults(run=lambda arguments: _info(arguments.url, arguments.json))
 
     calibrate = commands.add_parser(
         "calibrate",
@@ -74,7 +84,18 @@ def _parser() -> argparse.ArgumentParser:
     calibrate.add_argument("--samples", type=int, default=256, help="pieces of text to read (default: %(default)s)")
     calibrate.add_argument("--sample-tokens", type=int, default=512, help="tokens of a piece (default: %(default)s)")
     calibrate.add_argument("--seed", type=int, default=0, help="which pieces (default: %(default)s)")
+    calibrate.set_defaults(run=_calibrate)
+    _add_commands(commands)
     return parser
+
+
+def _add_commands(commands: Any) -> None:
+    """Add the commands of the entry points. One that cannot be loaded is named and left out: the others must still work."""
+    for entry in sorted(importlib.metadata.entry_points(group=COMMANDS), key=lambda entry: entry.name):
+        try:
+            entry.load()(commands)
+        except (ImportError, AttributeError) as error:
+            print(f"csa2 {entry.name} is not available ({error}): install sglang-csa2 again", file=sys.stderr)
 
 
 def _demo_model(cache_dir: str | None) -> int:

@@ -220,3 +220,29 @@ def test_a_server_that_does_not_answer_in_time():
 def test_what_is_no_address_is_refused(url):
     with pytest.raises(OptionError, match="is not an address"):
         fetch_stats(url)
+
+
+class _Entry:
+    """An entry point that is named `name` and loads `add`."""
+
+    def __init__(self, name, add):
+        self.name = name
+        self.add = add
+
+    def load(self):
+        if isinstance(self.add, Exception):
+            raise self.add
+        return self.add
+
+
+def test_further_commands_come_from_entry_points(monkeypatch, capsys):
+    def add(commands):
+        commands.add_parser("greet").set_defaults(run=lambda arguments: 7)
+
+    def entries(*, group):
+        assert group == "csa2.commands"
+        return [_Entry("greet", add), _Entry("broken", ImportError("no such module"))]
+
+    monkeypatch.setattr("importlib.metadata.entry_points", entries)
+    assert main(["greet"]) == 7
+    assert "csa2 broken is not available (no such module)" in capsys.readouterr().err

@@ -1,0 +1,71 @@
+"""Formats that can be checked, and the cache options under which old pages take them."""
+
+from typing import Any
+
+from csa2.check.errors import CheckError
+from csa2.formats import MERGE
+from csa2.options import CacheOptions
+
+PLAIN_FORMAT = "bf16"
+"""Nothing is compressed: what is left is the arithmetic of the other attention backend, the noise floor of the others."""
+
+_OPTIONS: dict[str, dict[str, Any]] = {
+    PLAIN_FORMAT: {"tail_format": "bf16"},
+    "fp8": {"tail_format": "fp8"},
+    "k8v4": {"tail_format": "k8v4"},
+    "fp4": {"kv_format": "fp4"},
+    "int4": {"kv_format": "int4"},
+    "csa2-2x": {"ratio": "2"},
+    "csa2-4x": {"ratio": "4"},
+    "csa2-8x": {"ratio": "8"},
+}
+_ALWAYS = {"shared_format": "tail"}
+"""The check finds its own text in the prefix cache, step after step; its pages must not count as shared ones."""
+
+FORMATS = tuple(_OPTIONS)
+CALIBRATED = tuple(MERGE)
+"""Formats that use a calibration."""
+
+
+def cache_options(name: str) -> CacheOptions:
+    """The options that store old private pages in format `name`.
+
+    Raises:
+        CheckError: no such format.
+    """
+    return CacheOptions(**_fields(name))
+
+
+def engine_options(name: str, calibration: str | None = None) -> dict[str, Any]:
+    """The same as fields of the server arguments, those alone that differ from the defaults.
+
+    Args:
+        calibration: folder from `csa2 calibrate`, used by the formats that can.
+
+    Raises:
+        CheckError: no such format.
+    """
+    fields = _fields(name)
+    if calibration is not None and name in CALIBRATED:
+        fields["calibration"] = calibration
+    return {f"csa2_{field}": value for field, value in fields.items()}
+
+
+def parse_formats(text: str) -> tuple[str, ...]:
+    """The names in a comma-separated list, each once and in order.
+
+    Raises:
+        CheckError: one of them does not exist, or there is none.
+    """
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if not names:
+        raise CheckError(f"--formats {text!r} names no format: choose from {', '.join(FORMATS)}")
+    for name in names:
+        _fields(name)
+    return names
+
+
+def _fields(name: str) -> dict[str, Any]:
+    if name not in _OPTIONS:
+        raise CheckError(f"--formats {name!r} is unknown: choose from {', '.join(FORMATS)}")
+    return {**_OPTIONS[name], **_ALWAYS}

@@ -1,0 +1,218 @@
+"""`csa2 check`: what a compressed format costs in quality, measured through the real serving path.
+
+Also runs as `python -m sglang_csa2.check`.
+"""
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from csa2.errors import Csa2Error
+
+if TYPE_CHECKING:
+    from csa2.check.record import Record
+    from csa2.check.results import Measured
+    from sglang_csa2.check_inputs import Inputs
+    from sglang_csa2.check_measure import Tick
+
+# What it takes is imported when it runs: the `csa2` command loads this file for its parser.
+
+AGREES, DISAGREES, NOT_MEASURED = 0, 1, 2
+"""Exit codes."""
+
+
+def add_parser(commands: Any) -> None:
+    """Add `check` to the subparsers of the `csa2` command."""
+    parser = commands.add_parser(
+        "check",
+        help="measure what compressed formats cost in quality",
+        description="Score texts with the uncompressed cache and with each format, through real engines, one after the "
+        "other. Exit code 0: measured; 1: a format agrees less than --min-agreement; 2: not measured.",
+    )
+    _add_options(parser)
+    parser.set_defaults(run=run)
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    from csa2.check.prompts import Protocol
+
+    default = Protocol()
+    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="folder of the model")
+    parser.add_argument("--text", type=Path, required=True, nargs="+", metavar="FILE", help="one document each, UTF-8")
+    parser.add_argument("--formats", default="fp4", metavar="A,B", help="comma-separated (default: %(default)s)")
+    parser.add_argument(
+        "--context", type=int, default=default.context, metavar="N", help="tokens before (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--score-tokens", type=int, default=default.score_tokens, metavar="N", help="tokens scored (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--copies",
+        type=int,
+        default=default.copies,
+        metavar="N",
+        help="passages repeated per document (default: %(default)s)",
+    )
+    parser.add_argument("--seed", type=int, default=default.seed, help="chooses the passages (default: %(default)s)")
+    parser.add_argument(
+        "--min-agreement", type=float, default=90.0, metavar="PCT", help="least top-1 agreement (default: %(default)s)"
+    )
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write everything to this file")
+    parser.add_argument(
+        "--full",
+        type=Path,
+        metavar="FILE",
+        help="keep the scores of the full cache in this file, and take them from it if it is there",
+    )
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw loss by position and by layer")
+    parser.add_argument(
+        "--layers",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="also load the model once more and measure each layer on the first document (default: yes)",
+    )
+    parser.add_argument(
+        "--dtype",
+        default="float32",
+        help="as in SGLang (default: %(default)s, since rounding alone changes some of the most likely tokens in bfloat16; "
+        "'auto' is what the model serves in)",
+    )
+    parser.add_argument("--device", help="as in SGLang")
+    parser.add_argument(
+        "--csa2-calibration", type=Path, metavar="DIR", help="as in SGLang; used by csa2-2x and smaller formats"
+    )
+    parser.add_argument("--csa2-impl", default="auto", metavar="IMPL", help="as in SGLang")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, print, write; the exit code."""
+    try:
+        return _run(arguments)
+    except Csa2Error as error:
+        print(f"csa2 check failed: {error}", file=sys.stderr)
+        return NOT_MEASURED
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from csa2.check.plot import draw
+    from csa2.check.record import write_json
+    from csa2.check.report import render_advice, render_disagreements, render_table
+
+    inputs = _prepare(arguments)
+    # A terminated check must not leave an engine behind: let it unwind like an interrupted one.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    record = _measure(inputs, arguments)
+    rows = record.results
+    if arguments.layers:
+        _add_layers(record, inputs, arguments)
+    write_json(record, arguments.json)
+    if arguments.plot is not None:
+        draw(arguments.plot, rows, record.loss_by_layer, inputs.protocol.context)
+    print(render_table(rows))
+    print(render_disagreements(record.disagreements))
+    failed = [row for row in rows if row.top1_agreement_pct < arguments.min_agreement]
+    for row in failed:
+        print(render_advice(rows, row, arguments.min_agreement))
+    return DISAGREES if failed else AGREES
+
+
+def _prepare(arguments: argparse.Namespace) -> "Inputs":
+    """Everything that can be refused before an engine starts."""
+    from csa2.check.formats import parse_formats
+    from csa2.check.prompts import Protocol
+    from sglang_csa2 import check_inputs
+
+    protocol = Protocol(arguments.context, arguments.score_tokens, arguments.copies, arguments.seed)
+    protocol.validate()
+    formats = parse_formats(arguments.formats)
+    check_inputs.check_agreement(arguments.min_agreement)
+    check_inputs.check_target("--json", arguments.json)
+    check_inputs.check_target("--plot", arguments.plot)
+    check_inputs.check_target("--full", arguments.full)
+    check_inputs.check_folder(arguments.model)
+    check_inputs.check_calibration(arguments.csa2_calibration, arguments.model)
+    check_inputs.stay_offline()
+    tokenizer = check_inputs.load_tokenizer(arguments.model)
+    documents = check_inputs.read_documents(arguments.text, tokenizer, protocol)
+    facts = check_inputs.read_model(arguments.model, arguments.dtype, protocol)
+    return check_inputs.Inputs(protocol, formats, tokenizer, documents, facts)
+
+
+def _measure(inputs: "Inputs", arguments: argparse.Namespace) -> "Record":
+    """Measure every format against the full cache; what is known so far is written after each."""
+    from tqdm import tqdm  # type: ignore[import-untyped]
+
+    from csa2.check.record import start_record, write_json
+    from sglang_csa2 import check_measure
+    from sglang_csa2.check_measure import FULL
+
+    names = (FULL, *inputs.formats)
+    record = start_record(inputs.protocol, str(arguments.model), arguments.dtype, inputs.entries)
+    tokens = [document.tokens for document in inputs.documents]
+    settings = check_measure.EngineSettings(
+        arguments.dtype, arguments.csa2_impl, arguments.device, arguments.csa2_calibration
+    )
+    full = None
+    total = len(names) * check_measure.units(inputs.documents, inputs.protocol)
+    with tqdm(total=total, unit="step", file=sys.stderr) as bar:
+        for name in names:
+            bar.set_description(name)
+            options = check_measure.engine_arguments(name, arguments.model, inputs.facts, inputs.protocol, settings)
+            record.engines[name] = options
+            if full is None:
+                full = _full_scores(options, inputs, arguments, bar.update)
+                bar.update(check_measure.units(inputs.documents, inputs.protocol) - bar.n)
+                continue
+            measured = check_measure.measure(name, options, inputs.documents, inputs.protocol, bar.update)
+            record.add(name, full, measured, tokens, inputs.tokenizer.decode)
+            write_json(record, arguments.json)
+    return record
+
+
+def _full_scores(options: dict[str, Any], inputs: "Inputs", arguments: argparse.Namespace, tick: "Tick") -> "Measured":
+    """Scores of the full cache: kept ones if there are, measured ones otherwise."""
+    from csa2.check.kept import keep, recall
+    from sglang_csa2.check_inputs import conditions
+    from sglang_csa2.check_measure import FULL, measure
+
+    path: Path | None = arguments.full
+    holds = conditions(options, inputs.documents, inputs.protocol)
+    if path is not None and path.exists():
+        return recall(path, holds)
+    measured = measure(FULL, options, inputs.documents, inputs.protocol, tick)
+    if path is not None:
+        keep(path, measured, holds)
+    return measured
+
+
+def _add_layers(record: "Record", inputs: "Inputs", arguments: argparse.Namespace) -> None:
+    """Where in the model the formats cost most; after the engines, which hold the memory until then."""
+    from csa2.check.layers import layer_errors
+
+    print("looking at the layers one by one", file=sys.stderr)
+    record.loss_by_layer = layer_errors(
+        arguments.model,
+        inputs.documents[0].tokens,
+        inputs.protocol.context,
+        [row.format for row in record.results],
+        record.identity_layers,
+        arguments.csa2_calibration,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command alone: what `python -m sglang_csa2.check` runs."""
+    parser = argparse.ArgumentParser(prog="csa2")
+    add_parser(parser.add_subparsers(dest="command", required=True))
+    arguments = parser.parse_args(["check", *(sys.argv[1:] if argv is None else argv)])
+    return run(arguments)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

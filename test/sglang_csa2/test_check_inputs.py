@@ -1,0 +1,199 @@
+"""User errors of `csa2 check`: named before any engine is started. And an engine that dies."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from csa2.check.errors import EngineError
+from csa2.check.metrics import TokenScores
+from csa2.check.prompts import Protocol
+from csa2.check.results import Measured
+from sglang_csa2 import check, check_engine, check_measure
+from sglang_csa2.check_engine import Engine
+from sglang_csa2.check_inputs import ModelFacts
+
+LONG_TEXT = "The quick brown fox jumps over the lazy dog, said number {}. "
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("".join(LONG_TEXT.format(i) for i in range(200)))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("an engine was about to start")
+
+    monkeypatch.setattr(check_measure, "measure", refuse)
+    # Set by the command for itself and its engines.
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("TRANSFORMERS_OFFLINE", "1")
+
+
+SMALL = ("--context", "512", "--score-tokens", "64", "--copies", "1")
+
+
+def failure(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """The error line of a check that does not start."""
+    assert check.main([str(argument) for argument in arguments]) == check.NOT_MEASURED
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert lines[-1].startswith("csa2 check failed: ")
+    return lines[-1]
+
+
+def test_missing_model(capsys: pytest.CaptureFixture[str], text: Path, tmp_path: Path) -> None:
+    assert "is not a folder" in failure(capsys, "--model", tmp_path / "none", "--text", text, *SMALL)
+    assert "holds no config.json" in failure(capsys, "--model", tmp_path, "--text", text, *SMALL)
+
+
+def test_model_that_cannot_be_read(capsys: pytest.CaptureFixture[str], text: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert "has no readable tokenizer" in failure(capsys, "--model", tmp_path, "--text", text, *SMALL)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("--formats", "fp5"), "--formats 'fp5' is unknown: choose from bf16"),
+        (("--context", "4096", "--score-tokens", "64"), "tokens, 4161 are needed"),
+        (("--context", "100"), "--context 100 is not a positive multiple of 64"),
+        (("--min-agreement", "101"), "--min-agreement 101 is no percentage"),
+        (("--json", "/nowhere/out.json"), "there is no folder /nowhere"),
+    ],
+)
+def test_unusable_options(
+    capsys: pytest.CaptureFixture[str], demo_model: Path, text: Path, more: tuple[str, ...], said: str
+) -> None:
+    assert said in failure(capsys, "--model", demo_model, "--text", text, *SMALL, *more)
+
+
+def test_calibration_that_is_not_there(
+    capsys: pytest.CaptureFixture[str], demo_model: Path, text: Path, tmp_path: Path
+) -> None:
+    said = failure(capsys, "--model", demo_model, "--text", text, *SMALL, "--csa2-calibration", tmp_path)
+    assert str(tmp_path) in said
+
+
+def test_target_that_is_a_folder(capsys: pytest.CaptureFixture[str], demo_model: Path, text: Path, tmp_path: Path) -> None:
+    assert "is a folder" in failure(capsys, "--model", demo_model, "--text", text, *SMALL, "--json", tmp_path)
+
+
+def test_texts_that_cannot_be_used(capsys: pytest.CaptureFixture[str], demo_model: Path, text: Path, tmp_path: Path) -> None:
+    twin, binary = tmp_path / "twin.txt", tmp_path / "binary"
+    twin.write_bytes(text.read_bytes())
+    binary.write_bytes(b"\xff\xfe")
+    model = ("--model", demo_model)
+    assert "has the same content as text" in failure(capsys, *model, "--text", text, twin, *SMALL)
+    assert "is not UTF-8" in failure(capsys, *model, "--text", binary, *SMALL)
+    assert "No such file" in failure(capsys, *model, "--text", tmp_path / "none", *SMALL)
+
+
+def test_context_beyond_the_window_of_the_model(
+    capsys: pytest.CaptureFixture[str], demo_model: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "long.txt"
+    path.write_text("".join(LONG_TEXT.format(i) for i in range(1000)))
+    said = failure(capsys, "--model", demo_model, "--text", path, "--context", 8192, "--score-tokens", 64)
+    assert "but the model takes 8192" in said
+
+
+def test_model_that_cannot_be_compressed(
+    capsys: pytest.CaptureFixture[str], demo_model: Path, text: Path, tmp_path: Path
+) -> None:
+    for file in demo_model.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    config = json.loads((demo_model / "config.json").read_text())
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps({**config, "head_dim": 20}))
+    assert "head dimension 20" in failure(capsys, "--model", tmp_path, "--text", text, *SMALL)
+
+
+def made_up(top_token: int) -> Measured:
+    """64 tokens, of which an engine would have written `top_token`."""
+    tokens = np.full(64, 7)
+    top = np.full((64, 1), top_token)
+    stats = {"pages": {"fp32": 1, "fp4": 1}, "page_bytes": {"fp32": 8, "fp4": 1}, "identity_basis_layers": []}
+    return Measured((TokenScores(tokens, np.full(64, -1.0), top, np.full((64, 1), -1.0)),), (), (stats,))
+
+
+@pytest.mark.parametrize(("choice", "code"), [(7, check.AGREES), (8, check.DISAGREES)])
+def test_exit_codes(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    demo_model: Path,
+    text: Path,
+    choice: int,
+    code: int,
+) -> None:
+    monkeypatch.setattr(check_measure, "measure", lambda name, *_: made_up(7 if name == check_measure.FULL else choice))
+    given = ["--model", str(demo_model), "--text", str(text), "--context", "512", "--score-tokens", "64"]
+    assert check.main([*given, "--copies", "0", "--no-layers", "--min-agreement", "100"]) == code
+    assert ("Look, in this order" in capsys.readouterr().out) == (code == check.DISAGREES)
+
+
+def test_both_sides_differ_in_the_cache_alone() -> None:
+    def arguments(name: str, calibration: Path | None = None) -> dict[str, object]:
+        settings = check_measure.EngineSettings("float32", "auto", "cpu", calibration)
+        return check_measure.engine_arguments(name, Path("m"), ModelFacts(8192, 1000), Protocol(), settings)
+
+    full, packed = arguments(check_measure.FULL), arguments("fp4")
+    assert {key for key in full if key not in packed} == {"max_total_tokens"}
+    assert all(packed[key] == full[key] for key in full if key in packed)
+    assert all(key == "kv_compress" or key.startswith("csa2_") for key in packed if key not in full)
+    with_calibration = arguments("csa2-2x", Path("c"))
+    assert with_calibration == {**arguments("csa2-2x"), "csa2_calibration": "c"}
+    assert arguments("fp4", Path("c")) == packed
+
+
+def test_an_engine_that_dies_shows_the_end_of_its_log() -> None:
+    engine = Engine("fp4", {"model_path": "nowhere"})
+    engine._command = [sys.executable, "-c", "print('first'); print('out of luck'); raise SystemExit(3)"]
+    with pytest.raises(EngineError, match=r"for fp4 ended while it started(.|\n)*out of luck"), engine:
+        pass
+
+
+SERVER = """
+import http.server, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(sys.argv[-3].encode())
+    def do_POST(self):
+        self.send_error(400, "too long")
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[-1])), Handler).serve_forever()
+"""
+"""Answers with the model name from the command line, and refuses every request."""
+
+
+def test_an_engine_that_refuses_a_request_shows_why() -> None:
+    engine = Engine("fp4", {})
+    engine._command = [sys.executable, "-c", SERVER]
+    with pytest.raises(EngineError, match="refused /generate with 400"), engine:
+        engine.generate([1, 2])
+
+
+def test_a_port_that_was_taken_is_left_for_another(tmp_path: Path) -> None:
+    once = tmp_path / "once"
+    script = (
+        f"import pathlib, sys; once = pathlib.Path({str(once)!r})\n"
+        "if not once.exists(): once.touch(); sys.exit('[Errno 98] address already in use')\n" + SERVER
+    )
+    engine = Engine("fp4", {})
+    engine._command = [sys.executable, "-c", script]
+    with engine:
+        assert once.exists()
+
+
+def test_a_foreign_server_is_not_taken_for_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_engine, "START_TIMEOUT_S", 2)
+    engine = Engine("fp4", {})
+    engine._command = [sys.executable, "-c", SERVER.replace("sys.argv[-3]", "'another model'")]
+    with pytest.raises(EngineError, match="did not start within 2 s"), engine:
+        pass
