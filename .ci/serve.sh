@@ -43,4 +43,5 @@ if ! "$VENV/bin/python" -c 'import sys, torch; sys.exit(0 if torch.cuda.is_avail
 fi
 echo "serve: http://$HOST:$PORT (stop with Ctrl-C)"
 exec "$VENV/bin/python" -m sglang.launch_server --kv-compress csa2 --model-path "$model" \
+    --csa2-calibration "$ROOT/csa2/calibrations/smollm2-135m-instruct" \
     --host "$HOST" --port "$PORT" "${device[@]}" "$@"

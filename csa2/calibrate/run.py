@@ -68,7 +68,7 @@ def calibrate(options: CalibrateOptions) -> Calibration:
         samples=len(samples),
         sample_tokens=options.sample_tokens,
         seed=options.seed,
-        versions=versions(),
+        versions={name: version for name, version in versions().items() if name != "os"},
     )
     calibration = Calibration(config=config, channel_order=channel_order(scores, pairs))
     save(calibration, options.out)

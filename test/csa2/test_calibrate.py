@@ -8,12 +8,14 @@ import msgspec
 import pytest
 import torch
 
+import csa2
 from csa2 import cli
 from csa2.calibrate.artefact import CONFIG, TENSORS, Calibration, check_model, load, save
 from csa2.calibrate.fingerprint import ModelShape, model_shape, weights_digest
 from csa2.calibrate.run import CalibrateOptions, calibrate, draw_samples
 from csa2.calibrate.statistics import channel_order, channel_pairs, pair_scores
 from csa2.codec.channels import Rotation, make_rotation
+from csa2.demo_model import ensure_demo_model
 from csa2.errors import CalibrationError, OptionError
 
 LAYERS, HEADS, GROUPS, DIM = 2, 4, 2, 32
@@ -207,3 +209,10 @@ def test_the_command(model, text, tmp_path, capsys):
     assert load(tmp_path / "out").config.samples == 2
     assert cli.main([*arguments[:2], str(tmp_path), *arguments[3:]]) == 1
     assert "csa2 calibrate failed" in capsys.readouterr().err
+
+
+def test_the_calibration_that_ships_belongs_to_the_demo_model():
+    folder = Path(csa2.__file__).parent / "calibrations" / "smollm2-135m-instruct"
+    calibration = load(folder)
+    check_model(calibration, Path(ensure_demo_model(None, say=print)), source=str(folder))
+    assert calibration.config.samples >= 128
