@@ -255,8 +255,9 @@ def test_serve_starts_the_server_with_the_demo_model(checkout, free_port, cuda):
     assert done.returncode == 0, done.stderr
     device = "" if cuda else "--device cpu "
     assert checkout.calls()[-1] == (
-        f"-m sglang.launch_server --kv-compress csa2 --model-path /models/demo --host 127.0.0.1 --port {free_port} "
-        f"{device}--csa2-hot-tokens 64 --log-level very quiet"
+        f"-m sglang.launch_server --kv-compress csa2 --model-path /models/demo "
+        f"--csa2-calibration {checkout.root}/csa2/calibrations/smollm2-135m-instruct "
+        f"--host 127.0.0.1 --port {free_port} {device}--csa2-hot-tokens 64 --log-level very quiet"
     )
     assert f"http://127.0.0.1:{free_port}" in done.stdout
 
