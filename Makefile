@@ -13,7 +13,7 @@ BIN = $(VENV)/bin
 or_say = || { echo '$(1) failed: $(2)' >&2; exit 1; }
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test check format clean
+.PHONY: help setup serve test asan check format clean
 
 help: ## List the goals
 	@echo 'Goals of make:'
@@ -28,6 +28,10 @@ serve: ## Serve the demo model on PORT, in the foreground
 
 test: setup ## Run the tests; ARGS goes on to pytest
 	@$(BIN)/python -m pytest $(ARGS) $(call or_say,test,see the summary of pytest above)
+
+asan: setup ## Run the kernel tests with the address and undefined behaviour sanitizers of the compiler
+	@CSA2_SANITIZE=1 ASAN_OPTIONS=detect_leaks=0:verify_asan_link_order=0 LD_PRELOAD=$$($${CXX:-c++} -print-file-name=libasan.so) \
+		$(BIN)/python -m pytest test/sgl_kernels -k cpu $(ARGS) $(call or_say,asan,see the report of the sanitizer above)
 
 check: setup ## Lint, format, types and generated documents
 	@echo 'check: ruff check' && $(BIN)/ruff check . $(call or_say,check,ruff found the faults above)

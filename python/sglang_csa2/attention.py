@@ -58,7 +58,7 @@ class Csa2AttentionBackend(AttentionBackend):
         self.pool = pool
         self.store = pool.store
         self.req_to_token: Tensor = runner.req_to_token_pool.req_to_token
-        self._attention = make_attention(self.store)
+        self._attention = make_attention(pool)
         self._step: StepPlan | None = None
 
     def init_forward_metadata(self, forward_batch: Any) -> None:

@@ -13,6 +13,7 @@ from sgl_kernels.paged_attention import reference
 from sgl_kernels.paged_attention.cpu import BatchPlan, CpuAttention
 from sgl_kernels.paged_attention.plan import PagePlan, plan_pages
 from sglang_csa2 import cpu_ops
+from sglang_csa2.pool import Csa2KVPool
 
 logger = logging.getLogger(__name__)
 
@@ -37,25 +38,26 @@ class Attention(Protocol):
         """
 
 
-def make_attention(store: PageStore) -> Attention:
+def make_attention(pool: Csa2KVPool) -> Attention:
     """The implementation that the options ask for."""
     from sglang_csa2.args import options_here
 
     implementation = resolve_impl(options_here().impl)
     logger.info("csa2 attention: %s (%s)", implementation.name, implementation.detail)
     if implementation.name == "reference":
-        return ReferenceAttention(store)
+        return ReferenceAttention(pool.store)
     cpu_ops.install()
-    return CompiledAttention(store)
+    return CompiledAttention(pool)
 
 
 class CompiledAttention:
     """One call of compiled code per layer for the whole batch; new tokens are read beside the pages, not from them."""
 
-    def __init__(self, store: PageStore) -> None:
-        self.store = store
+    def __init__(self, pool: Csa2KVPool) -> None:
+        self.store = store = pool.store
         self.kernels = CpuAttention(store.ladder.layouts, store.codec.bases)
         self.kernels.advise(store.arena.buffer)
+        pool.write_with(self.kernels.write_plain)
 
     def plan(self, pages: Tensor, lengths: Tensor, new: Tensor) -> BatchPlan:
         """See `Attention.plan`."""

@@ -4,6 +4,7 @@ UPSTREAM(sglang 0.5.23): subclass of `MHATokenToKVPool`. Nothing reads rows by s
 table, so the buffer getters refuse.
 """
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from csa2.errors import IntegrityError
 from csa2.formats import PLAIN
 from csa2.store import PageStore
+from sgl_kernels.page_layout import PageLayout
 from sgl_kernels.paged_attention.reference import plain_rows, write_plain
 
 
@@ -43,6 +45,7 @@ class Csa2KVPool(MHATokenToKVPool):
         self.store.protected_pages = -(-options_here().protect_tokens // self.page_size)
         self._written: Tensor | None = None
         self._rows: Tensor | None = None
+        self._write: Callable[[Tensor, Tensor, PageLayout, int, Tensor, Tensor], None] = write_plain
 
     def get_kv_size_bytes(self) -> tuple[int, int]:
         """Bytes of the arena; halves, because a page holds keys and values together."""
@@ -75,7 +78,11 @@ class Csa2KVPool(MHATokenToKVPool):
         arena = self.store.arena.buffer
         layout = self.store.ladder.layouts[PLAIN]
         shape = (-1, self.head_num, self.head_dim)
-        write_plain(arena, self._rows, layout, layer_id - self.start_layer, cache_k.view(shape), cache_v.view(shape))
+        self._write(arena, self._rows, layout, layer_id - self.start_layer, cache_k.view(shape), cache_v.view(shape))
+
+    def write_with(self, write: Callable[[Tensor, Tensor, PageLayout, int, Tensor, Tensor], None]) -> None:
+        """Let `write`, which does the same as `reference.write_plain`, store new tokens from now on."""
+        self._write = write
 
     def _rows_of(self, slots: Tensor) -> Tensor:
         offsets = self.store.arena.offsets[slots // self.page_size]

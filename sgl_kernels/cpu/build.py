@@ -112,7 +112,7 @@ def _compile(isa: isas.InstructionSet, extra_flags: tuple[str, ...], library: Pa
                 LIBRARY,
                 cpp_files=[str(path) for path in sorted(SOURCE_FOLDER.glob("*.cpp"))],
                 extra_cflags=_flags(isa, extra_flags),
-                extra_ldflags=[*_openmp_link_flags(), *extra_flags],
+                extra_ldflags=[*_openmp_link_flags(), *_sanitizer_flags(), *extra_flags],
                 build_directory=folder,
             )
         except FileNotFoundError as error:
@@ -130,7 +130,14 @@ def _compile(isa: isas.InstructionSet, extra_flags: tuple[str, ...], library: Pa
 
 
 def _flags(isa: isas.InstructionSet, extra_flags: tuple[str, ...]) -> list[str]:
-    return [*_FLAGS, *isa.compiler_flags, *extra_flags]
+    return [*_FLAGS, *isa.compiler_flags, *_sanitizer_flags(), *extra_flags]
+
+
+def _sanitizer_flags() -> tuple[str, ...]:
+    """For `make asan`: find reads and writes outside of buffers, and undefined behaviour."""
+    if os.environ.get("CSA2_SANITIZE") != "1":
+        return ()
+    return ("-fsanitize=address,undefined", "-fno-sanitize=alignment", "-fno-sanitize-recover=undefined", "-g")
 
 
 def _digest(isa: isas.InstructionSet, extra_flags: tuple[str, ...]) -> str:

@@ -11,6 +11,7 @@ from sgl_kernels.cpu import build
 from sgl_kernels.cpu.tables import basis_tables, piece_table
 from sgl_kernels.page_codec.reference import CodecBases
 from sgl_kernels.page_layout import PageLayout
+from sgl_kernels.paged_attention import reference
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,15 @@ class CpuAttention:
     def advise(self, arena: Tensor) -> None:
         """Ask the system for huge pages behind `arena` (bytes,): pages are read all over it, and the TLB is small."""
         self._module.advise_huge_pages(arena)
+
+    def write_plain(self, arena: Tensor, rows: Tensor, layout: PageLayout, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Store new tokens in plain pages: as `reference.write_plain`, for keys and values of the dtype of the pages."""
+        g = layout.geometry
+        if keys.dtype != g.dtype or values.dtype != g.dtype:
+            reference.write_plain(arena, rows, layout, layer, keys, values)
+            return
+        head_rows = g.num_kv_heads * g.page_size
+        self._module.write_rows(arena, rows, keys, values, layer * 2 * head_rows, g.page_size, head_rows)
 
     def plan(self, pages: Tensor, cached: Tensor, new: Tensor, formats: Tensor, offsets: Tensor) -> BatchPlan:
         """Look up the pages of a batch.

@@ -8,6 +8,9 @@ from paged_scenes import ALL_FORMATS, LAYERS, MIXED, PLAIN, SHAPES, UNIT, Held, 
 from torch import Tensor
 
 from sgl_kernels.cpu import isa as isas
+from sgl_kernels.page_codec.reference import CodecBases
+from sgl_kernels.page_layout import PageGeometry, plain_layout
+from sgl_kernels.paged_attention import reference
 from sgl_kernels.paged_attention.cpu import CpuAttention
 
 ISAS = isas.available()
@@ -184,3 +187,20 @@ def test_random_page_tables(seed, isa):
     shape = SHAPES[int(torch.randint(len(SHAPES), (1,), generator=random))]
     scene = make_scene(lengths, shape, tail=0xFF, seed=seed)
     assert_close(scene, counts, seed % 2, isa)
+
+
+@pytest.mark.parametrize("dtype", UNIT, ids=str)
+@pytest.mark.parametrize(("dim", "heads"), [(32, 1), (64, 3), (100, 2)])
+def test_new_tokens_are_stored_as_the_reference_stores_them(dim, heads, dtype):
+    g = PageGeometry(2, heads, dim, 64, dtype)
+    layout = plain_layout(PLAIN, g)
+    offsets = torch.tensor([3, 1, 3, 0, 1]) * layout.page_bytes
+    rows = reference.plain_rows(offsets, torch.tensor([0, 63, 17, 5, 62]), layout)
+    joint = torch.randn(5, 2 * heads * dim, generator=torch.Generator().manual_seed(1)).to(dtype)
+    keys, values = (x.unflatten(1, (heads, dim)) for x in joint.split(heads * dim, -1))
+    kernels = CpuAttention((layout,), CodecBases(torch.eye(dim)), "scalar")
+    want, got = (torch.zeros(5 * layout.page_bytes, dtype=torch.uint8) for _ in range(2))
+    for layer in (1, 0):
+        reference.write_plain(want, rows, layout, layer, keys, values)
+        kernels.write_plain(got, rows, layout, layer, keys, values)
+    assert torch.equal(got, want)

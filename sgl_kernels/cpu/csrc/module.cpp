@@ -122,6 +122,25 @@ void rotate_op(TensorView query, TensorView key, TensorView cos_sin, TensorView 
   rotate(args);
 }
 
+// Keys and values of new tokens into plain pages: row `rows[t]` + `first_row` + head * page size, values `value_rows` later.
+void write_rows(TensorView arena, TensorView rows, TensorView keys, TensorView values, int64_t first_row, int64_t page_size,
+                int64_t value_rows) {
+  check_heads(keys, "keys");
+  check_heads(values, "values");
+  const int64_t bytes = dtype_bytes(dtype_of(keys)), heads = keys.size(1), row_bytes = keys.size(2) * bytes;
+  const auto* at = static_cast<const int64_t*>(rows.data_ptr());
+  char* out = static_cast<char*>(arena.data_ptr());
+  for (int64_t t = 0; t < keys.size(0); ++t) {
+    const char* key = static_cast<const char*>(keys.data_ptr()) + t * keys.stride(0) * bytes;
+    const char* value = static_cast<const char*>(values.data_ptr()) + t * values.stride(0) * bytes;
+    for (int64_t h = 0; h < heads; ++h) {
+      char* row = out + (at[t] + first_row + h * page_size) * row_bytes;
+      std::memcpy(row, key + h * row_bytes, row_bytes);
+      std::memcpy(row + value_rows * row_bytes, value + h * row_bytes, row_bytes);
+    }
+  }
+}
+
 // Best effort: a system without huge pages, or that refuses, is as good as one that grants none.
 void advise_huge_pages(TensorView buffer) {
 #if defined(__linux__)
@@ -149,5 +168,6 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(extend, csa2::extend);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(rms_norm, csa2::rms_norm_op);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(silu_and_mul, csa2::silu_and_mul_op);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(rotate, csa2::rotate_op);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(write_rows, csa2::write_rows);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(advise_huge_pages, csa2::advise_huge_pages);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(enable, csa2::enable);
