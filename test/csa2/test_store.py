@@ -14,7 +14,6 @@ from page_stores import (
     assert_same,
     full_pages,
     make_store,
-    raw,
     read_page,
     some_tokens,
     write,
@@ -26,7 +25,6 @@ from csa2.errors import IntegrityError
 from csa2.formats import FP8, PLAIN, make_ladder
 from csa2.residency import PageFacts
 from csa2.store import CODEC_BATCH_PAGES, PageStore
-from sgl_kernels.page_codec.reference import Entries
 from sgl_kernels.page_layout import PageGeometry
 from sgl_kernels.paged_attention.plan import plan_pages
 from sgl_kernels.paged_attention.reference import decode
@@ -211,29 +209,6 @@ def test_pressure_stops_at_the_guard_for_first_pages_and_at_the_end_for_others(t
     store.unmap_pages(torch.tensor([1, 2]))
     assert store.guarded_pages == (1 if ladder.guard != ladder.end else 0)
     store.check_integrity()
-
-
-@pytest.mark.parametrize("tail", LADDERS)
-def test_pages_are_scored_by_the_queries_of_their_last_reader(tail):
-    store = make_store(num_slabs=8, ladder=LADDERS[tail])
-    contents = full_pages(store, [1, 2, 3, 4])
-    queries = torch.randn(2, 2, SIZE, 3, 32, generator=torch.Generator().manual_seed(1)) * 3
-    for slot, of_slot in zip((5, 6), queries, strict=True):
-        for layer, of_layer in enumerate(of_slot):
-            store.samples.record_extend(slot, layer, of_layer, 1.0)
-    store.touch(torch.tensor([1, 2, 3]), torch.tensor([5, 5, 9]))
-    store.touch(torch.tensor([2]), torch.tensor([6]))
-    assert store.facts.reader[1:5].tolist() == [5, 6, 9, -1]
-    store.seal(no_pages(), torch.tensor([1, 2, 3, 4]))
-    for page, reader in ((1, 5), (2, 6), (3, 9), (4, -1)):
-        assert_near(store, contents[page - 1], read_page(store, page), store.ladder.tail, reader)
-    # Page 1 would have other bytes for another reader, and for none.
-    layout = store.ladder.layouts[store.ladder.tail]
-    entries = Entries(*contents[0].entries[:, None].float(), None)
-    others = [CODEC.seal(entries, layout, store.samples.of(torch.tensor([slot]))) for slot in (6, -1)]
-    assert not any(torch.equal(raw(store, 1), other[0]) for other in others)
-    store.clear()
-    assert store.samples.of(torch.tensor([5, 6])) is None
 
 
 def test_cold_pages_are_full_plain_and_old():
