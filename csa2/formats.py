@@ -83,6 +83,8 @@ def make_ladder(
     tail: str | None = None,
     shared: str | None = "fp8",
     classes: HeadClasses = (),
+    *,
+    channel_scales: bool = False,
 ) -> FormatLadder:
     """The ladder for one model: model dtype, FP8, 4 bits, then what `tail` names.
 
@@ -91,6 +93,7 @@ def make_ladder(
         tail: format of old private pages; None is the 4-bit one.
         shared: format of shared pages; None treats them like private ones.
         classes: key classes of each head, for a `tail` with reduced channels.
+        channel_scales: keys of the 4-bit rung have a scale per channel instead of one per entry.
 
     Raises:
         PageFormatError: a geometry that the codec cannot store, or a format that does not exist.
@@ -104,7 +107,7 @@ def make_ladder(
     if "k8v4" in (tail, shared):
         layouts.append(coded_layout("k8v4", "e4m3", four_bit, geometry))
     warm = len(layouts)
-    layouts.append(coded_layout(kv_format, four_bit, four_bit, geometry))
+    layouts.append(coded_layout(kv_format, four_bit, four_bit, geometry, channel_scales=channel_scales))
     if tail in MERGE:
         layouts.append(reduced_layout(tail, classes, "lloyd2", MERGE[tail], geometry))
     ladder = FormatLadder(tuple(layouts), warm, warm, PLAIN)

@@ -15,12 +15,14 @@ Ratio = Literal["auto", "1", "2", "4", "8"]
 CodeFormat = Literal["fp4", "int4"]
 SharedFormat = Literal["bf16", "fp8", "k8v4", "fp4", "tail"]
 TailFormat = Literal["ratio", "bf16", "fp8", "k8v4"]
+KeyScale = Literal["entry", "channel"]
 Impl = Literal["auto", "reference", "cpu", "cuda"]
 
 RATIOS: tuple[str, ...] = get_args(Ratio)
 CODE_FORMATS: tuple[str, ...] = get_args(CodeFormat)
 SHARED_FORMATS: tuple[str, ...] = get_args(SharedFormat)
 TAIL_FORMATS: tuple[str, ...] = get_args(TailFormat)
+KEY_SCALES: tuple[str, ...] = get_args(KeyScale)
 IMPLS: tuple[str, ...] = get_args(Impl)
 
 SERVED_RATIOS = ("1", "2", "4", "8")
@@ -37,6 +39,7 @@ class CacheOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     shared_format: SharedFormat = "fp8"
     tail_format: TailFormat = "ratio"
     kv_format: CodeFormat = "fp4"
+    key_scale: KeyScale = "entry"
     protect_tokens: int = 64
     calibration: str | None = None
     impl: Impl = "auto"
@@ -63,6 +66,7 @@ class CacheOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         _one_of("--csa2-kv-format", self.kv_format, CODE_FORMATS)
         _one_of("--csa2-shared-format", self.shared_format, SHARED_FORMATS)
         _one_of("--csa2-tail-format", self.tail_format, TAIL_FORMATS)
+        _one_of("--csa2-key-scale", self.key_scale, KEY_SCALES)
         _one_of("--csa2-impl", self.impl, IMPLS)
         _ = self.arena_bytes
         if self.ratio not in SERVED_RATIOS:

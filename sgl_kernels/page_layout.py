@@ -203,13 +203,24 @@ def plain_layout(name: str, geometry: PageGeometry) -> PageLayout:
     return PageLayout(name, geometry, ())
 
 
-def coded_layout(name: str, key_kind: str, value_kind: str, geometry: PageGeometry) -> PageLayout:
+def coded_layout(
+    name: str, key_kind: str, value_kind: str, geometry: PageGeometry, *, channel_scales: bool = False
+) -> PageLayout:
     """Layout of a page with all channels at one precision: flat basis, or identity where the geometry says so.
 
     Args:
         key_kind, value_kind: "e4m3", "e2m1" or "int4". Identity layers have asymmetric 4-bit keys instead of the symmetric.
+        channel_scales: keys have a scale and a midpoint per channel and asymmetric 4-bit codes everywhere.
     """
-    flat = HeadLayout("flat", geometry.page_size, geometry.head_dim, _all(key_kind, geometry), value_kind, merged=False)
+    flat = HeadLayout(
+        "flat",
+        geometry.page_size,
+        geometry.head_dim,
+        _all("int4_asymmetric" if channel_scales else key_kind, geometry),
+        value_kind,
+        merged=False,
+        channel_scales=channel_scales,
+    )
     identity = identity_head(key_kind, value_kind, geometry)
     return PageLayout(name, geometry, _by_layer(geometry, flat, identity))
 

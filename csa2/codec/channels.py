@@ -34,6 +34,11 @@ class Rotation:
         """Whether no channel rotates: positions are not in the keys, and no prior says which channels matter."""
         return not self.pairs
 
+    def keeps_pairs(self, order: list[int]) -> bool:
+        """Whether the two channels of every rotary pair are neighbours in `order`, at an even place and the one after."""
+        partner = dict(zip(order[0::2], order[1::2], strict=True))
+        return all(partner.get(a) == b or partner.get(b) == a for a, b in self.pairs)
+
     def prior_order(self, head_dim: int) -> list[int]:
         """All channels, the slowest first."""
         rotating = {channel for pair in self.pairs for channel in pair}

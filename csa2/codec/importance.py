@@ -9,6 +9,9 @@ from torch import Tensor
 
 from sgl_kernels.page_codec.reference import Entries
 
+EQUAL_SIZES = 0.01
+"""Deviation of the sizes of a page's keys, over their mean, below which they count as equal: a few roundings of bfloat16."""
+
 
 def attention_share(entries: Entries, observed: Tensor) -> Tensor:
     """(N, heads, E) fp32 share of the page's attention that each entry can expect; adds up to 1.
@@ -18,8 +21,11 @@ def attention_share(entries: Entries, observed: Tensor) -> Tensor:
         observed: (N, heads, E) from `observed_attention`; a page where it is zero has no sample.
     """
     size = entries.keys.float().norm(dim=-1)
-    spread = size.std(-1, keepdim=True, correction=0).clamp(min=torch.finfo(torch.float32).tiny)
-    expected = (size.mean(-1, keepdim=True) - size) / spread
+    average = size.mean(-1, keepdim=True)
+    # Keys that were normalised (QK-norm) are equal but for rounding, which says nothing.
+    floor = (EQUAL_SIZES * average).clamp(min=torch.finfo(torch.float32).tiny)
+    spread = torch.maximum(size.std(-1, keepdim=True, correction=0), floor)
+    expected = (average - size) / spread
     if entries.bias is not None:
         expected = expected + entries.bias
     has_sample = observed.flatten(1).any(-1)

@@ -2,7 +2,7 @@
 
 The most important entries become pivots; every other entry joins the pivot that is nearest in key and value. A group keeps
 the key of its pivot, so its position is exact and nothing has to be rotated; its value is the weighted mean; its bias is the
-log of the group's weight over that of the pivot, so that the group draws as much attention as its members did.
+log of the group's weight over that of the pivot, so that the group draws the attention that its members were worth.
 """
 
 import torch

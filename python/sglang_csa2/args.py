@@ -14,12 +14,14 @@ from csa2.errors import OptionError
 from csa2.options import (
     CODE_FORMATS,
     IMPLS,
+    KEY_SCALES,
     RATIOS,
     SHARED_FORMATS,
     TAIL_FORMATS,
     CacheOptions,
     CodeFormat,
     Impl,
+    KeyScale,
     Ratio,
     SharedFormat,
     TailFormat,
@@ -97,6 +99,14 @@ class Csa2ServerArgs(ServerArgs, kw_only=True, dict=True):  # type: ignore[call-
             choices=list(CODE_FORMATS),
         ),
     ] = _DEFAULTS.kv_format
+    csa2_key_scale: Annotated[
+        str,
+        Arg(
+            help="What shares a scale in the keys of 4-bit pages: the channels of a token (entry), or the tokens of a "
+            "channel, as integers around a midpoint (channel). The same bytes.",
+            choices=list(KEY_SCALES),
+        ),
+    ] = _DEFAULTS.key_scale
     csa2_protect_tokens: Annotated[
         int,
         Arg(
@@ -153,6 +163,7 @@ def options_from(server_args: Any) -> CacheOptions:
         tail_format=cast(TailFormat, server_args.csa2_tail_format),
         kv_format=cast(CodeFormat, server_args.csa2_kv_format),
         calibration=_text_or_none(server_args.csa2_calibration),
+        key_scale=cast(KeyScale, server_args.csa2_key_scale),
         protect_tokens=_whole_number(server_args, "csa2_protect_tokens"),
         impl=cast(Impl, server_args.csa2_impl),
     )

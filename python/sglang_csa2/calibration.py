@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from csa2.calibrate.artefact import check_model, load
+from csa2.codec.channels import Rotation
 from csa2.errors import CalibrationError
 from csa2.formats import MERGE
 from csa2.options import CacheOptions
@@ -26,11 +27,13 @@ def check_calibration(options: CacheOptions, model_path: str) -> None:
         check_model(calibration, Path(model_path), source=options.calibration)
 
 
-def calibrated_orders(options: CacheOptions, geometry: PageGeometry, start_layer: int) -> list[list[int]] | None:
+def calibrated_orders(
+    options: CacheOptions, geometry: PageGeometry, start_layer: int, rotation: Rotation
+) -> list[list[int]] | None:
     """Channel order of each head of this rank, or None without a calibration.
 
     Raises:
-        CalibrationError: the calibration has other layers, heads or channels than the model.
+        CalibrationError: the calibration has other layers, heads, channels or rotary pairs than the model.
     """
     if options.calibration is None:
         if options.old_page_format in MERGE:
@@ -40,7 +43,8 @@ def calibrated_orders(options: CacheOptions, geometry: PageGeometry, start_layer
                 options.ratio,
             )
         return None
-    shape = load(Path(options.calibration)).config.shape
+    calibration = load(Path(options.calibration))
+    shape = calibration.config.shape
     layers = range(start_layer, start_layer + geometry.num_layers)
     heads = _local_heads(shape.num_kv_heads, geometry.num_kv_heads)
     if layers.stop > shape.num_layers or heads.stop > shape.num_kv_heads or geometry.head_dim != shape.head_dim:
@@ -48,7 +52,14 @@ def calibrated_orders(options: CacheOptions, geometry: PageGeometry, start_layer
             f"--csa2-calibration {options.calibration} has {shape.num_layers} layers of {shape.num_kv_heads} KV heads with "
             f"{shape.head_dim} channels, the model has other ones: make one for it with `csa2 calibrate`"
         )
-    return load(Path(options.calibration)).orders(layers, heads)
+    orders = calibration.orders(layers, heads)
+    if not all(rotation.keeps_pairs(order) for order in orders):
+        # Half a pair would be kept: a choice that holds at one position only.
+        raise CalibrationError(
+            f"--csa2-calibration {options.calibration} was made for other rotary pairs than SGLang rotates in this model: "
+            f"leave it out"
+        )
+    return orders
 
 
 def _local_heads(total: int, local: int) -> range:

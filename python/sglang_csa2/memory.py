@@ -62,10 +62,17 @@ def around_config_from_budget(
     geometry = _geometry(self, marked)
     merged = MERGE.get(options.old_page_format or "", 1) > 1
     rotation = rotation_of(self.model, geometry.head_dim)
-    orders = calibrated_orders(options, geometry, layers.start_layer)
+    orders = calibrated_orders(options, geometry, layers.start_layer, rotation)
     codec, classes = make_codec(geometry, rotation, orders, merged=merged)
     shared = None if options.shared_format == "tail" else options.shared_format
-    ladder = make_ladder(geometry, options.kv_format, options.old_page_format, shared, classes)
+    ladder = make_ladder(
+        geometry,
+        options.kv_format,
+        options.old_page_format,
+        shared,
+        classes,
+        channel_scales=options.key_scale == "channel",
+    )
     plan = plan_arena(_arena_bytes(options.arena_bytes, budget_bytes), ladder.page_bytes, ladder.guard)
     global _planned
     _planned = PoolPlan(ladder, plan, codec)

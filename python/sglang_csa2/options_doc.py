@@ -79,7 +79,9 @@ def _own_options() -> Iterable[tuple[str, ...]]:
 
 def _values(name: str, inner: Any, argument: Arg) -> str:
     if not argument.choices:
-        return "tokens" if inner is int else "bytes"
+        if inner is int:
+            return "tokens"
+        return "folder" if name == "csa2_calibration" else "bytes"
     text = ", ".join(_code(choice) for choice in argument.choices)
     served = SERVED.get(name)
     return text if served is None else f"{text} (this version serves {', '.join(_code(value) for value in served)})"

@@ -11,6 +11,7 @@ from csa2.codec.channels import (
     COARSE_SHARE,
     FINE_SHARE,
     MERGED_COARSE_SHARE,
+    Rotation,
     default_classes,
     make_rotation,
     reduced_bases,
@@ -164,3 +165,13 @@ def test_the_reduced_rungs_of_every_head_dim_are_smaller_than_4_bits(all_alike, 
             classes = default_classes(g, merged=merge > 1, all_alike=all_alike)
             page_bytes = make_ladder(g, "fp4", tail, "fp8", classes).page_bytes
             assert list(page_bytes) == sorted(set(page_bytes), reverse=True), (dim, tail)
+
+
+def test_an_order_keeps_pairs_or_does_not():
+    halves, neighbours = make_rotation(8, neox=True), make_rotation(8, neox=False)
+    order = halves.prior_order(10)
+    assert halves.keeps_pairs(order)
+    assert not neighbours.keeps_pairs(order)
+    assert halves.keeps_pairs([b for pair in zip(order[1::2], order[0::2], strict=True) for b in pair])
+    assert not halves.keeps_pairs([*order[1:], order[0]])
+    assert Rotation(()).keeps_pairs(list(range(10)))

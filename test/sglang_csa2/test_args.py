@@ -29,6 +29,7 @@ ALL_OPTIONS = {
     "csa2_shared_format": "k8v4",
     "csa2_tail_format": "ratio",
     "csa2_kv_format": "int4",
+    "csa2_key_scale": "channel",
     "csa2_protect_tokens": 128,
     "csa2_calibration": "calibration",
     "csa2_impl": "reference",

@@ -199,14 +199,14 @@ class Runner {
                         model_rows_, steps_, rows, scale_log2_, scratch_.decode, state_);
       return;
     }
+    if (piece.basis == kFlat) flat_rows();
     if (piece.channel_scales) {
       float factors[256];
       decode_scales(base + piece.k_scales, args_.head_dim, factors);
-      scratch_.operand.prepare(piece, model_mean_, pad_, rows, factors);
+      scratch_.operand.prepare(piece, piece.basis == kFlat ? flat_mean_ : model_mean_, pad_, rows, factors);
       decoded_piece_ = nullptr;
     } else if (decoded_piece_ != &piece) {
       if (piece.basis == kFlat) {
-        flat_rows();
         scratch_.operand.prepare(piece, flat_mean_, pad_, rows, nullptr);
       } else {
         scratch_.operand.prepare(piece, times_columns(piece), round_up(static_cast<int>(piece.channels), kLanes), rows, nullptr);
