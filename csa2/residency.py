@@ -44,7 +44,7 @@ class PageFacts:
     written: Tensor
     """int16 slots written since the page was mapped."""
     reader: Tensor
-    """int64 request slot that read the page last, -1 if none."""
+    """int64 reader of the page, the last one, -1 if none; see `QuerySamples.readers`."""
 
     @classmethod
     def empty(cls, num_virtual_pages: int) -> "PageFacts":

@@ -96,10 +96,10 @@ class PageStore:
         self.facts.written.index_add_(0, pages, torch.ones_like(pages, dtype=torch.int16))
         self.facts.written[0] = 0
 
-    def touch(self, pages: Tensor, slots: Tensor) -> None:
-        """Note that `pages` (n,) are read in this forward pass by the requests in `slots` (n,)."""
+    def touch(self, pages: Tensor, readers: Tensor) -> None:
+        """Note that `pages` (n,) are read in this forward pass by `readers` (n,), see `QuerySamples.readers`."""
         self.facts.last_use[pages] = self.clock
-        self.facts.reader[pages] = slots
+        self.facts.reader[pages] = readers
 
     def seal(self, pages: Tensor, old: Tensor | None = None) -> int:
         """Compress full `pages` that left the hot window, and `old` ones that left the warm window too, to the format of

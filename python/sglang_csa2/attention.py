@@ -24,7 +24,7 @@ class ExtendSample(NamedTuple):
     start: int
     """First of its tokens in the batch."""
     end: int
-    slot: int
+    reader: int
     """Row of the request table."""
 
 
@@ -32,7 +32,7 @@ class DecodeSample(NamedTuple):
     """A token that is alone in its batch, whose query enters the sample of its request."""
 
     token: int
-    slot: int
+    reader: int
     length: int
 
 
@@ -72,11 +72,12 @@ class Csa2AttentionBackend(AttentionBackend):
         pages = self._page_table(forward_batch.req_pool_indices, int(forward_batch.seq_lens_cpu.max()))
         depth = torch.arange(pages.shape[1]) * store.page_size
         owner, column = torch.nonzero(depth[None, :] < lengths[:, None], as_tuple=True)
-        store.touch(pages[owner, column], forward_batch.req_pool_indices.long()[owner])
+        readers = store.samples.readers(forward_batch.req_pool_indices, forward_batch.rids)
+        store.touch(pages[owner, column], readers[owner])
         store.facts.first[pages[:, : store.protected_pages]] = True
         decoding = forward_batch.forward_mode.is_decode()
         new = torch.ones_like(lengths) if decoding else forward_batch.extend_seq_lens.long()
-        single, several = _samples(new, forward_batch.req_pool_indices, lengths)
+        single, several = _samples(new, readers, lengths)
         self._step = StepPlan(self._attention.plan(pages, lengths, new), single, several)
 
     def forward_decode(
@@ -112,10 +113,10 @@ class Csa2AttentionBackend(AttentionBackend):
         keys = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
         values = v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
         index = layer.layer_id - self.pool.start_layer
-        for token, slot, length in step.single:
-            self.store.samples.record_decode(slot, index, query[token], layer.scaling, length)
-        for start, end, slot in step.several:
-            self.store.samples.record_extend(slot, index, query[start:end], layer.scaling)
+        for token, reader, length in step.single:
+            self.store.samples.record_decode(reader, index, query[token], layer.scaling, length)
+        for start, end, reader in step.several:
+            self.store.samples.record_extend(reader, index, query[start:end], layer.scaling)
         return self._attention.attend(query, keys, values, step.pages, index, layer.scaling).view(q.shape[0], -1)
 
     def _page_table(self, rows: Tensor, max_length: int) -> Tensor:
@@ -124,13 +125,13 @@ class Csa2AttentionBackend(AttentionBackend):
         return self.req_to_token[rows[:, None], columns[None, :]].long() // self.store.page_size
 
 
-def _samples(new: Tensor, slots: Tensor, lengths: Tensor) -> tuple[tuple[DecodeSample, ...], tuple[ExtendSample, ...]]:
+def _samples(new: Tensor, readers: Tensor, lengths: Tensor) -> tuple[tuple[DecodeSample, ...], tuple[ExtendSample, ...]]:
     """Whose queries are kept for scoring pages: every request with several new tokens, and now and then one with one."""
     ends = new.cumsum(0)
     due = torch.nonzero((new == 1) & (lengths % DECODE_INTERVAL == 0)).squeeze(-1)
-    rows = zip((ends[due] - 1).tolist(), slots[due].tolist(), lengths[due].tolist(), strict=True)
+    rows = zip((ends[due] - 1).tolist(), readers[due].tolist(), lengths[due].tolist(), strict=True)
     more = torch.nonzero(new > 1).squeeze(-1)
-    spans = zip((ends - new)[more].tolist(), ends[more].tolist(), slots[more].tolist(), strict=True)
+    spans = zip((ends - new)[more].tolist(), ends[more].tolist(), readers[more].tolist(), strict=True)
     return tuple(DecodeSample(*row) for row in rows), tuple(ExtendSample(*span) for span in spans)
 
 

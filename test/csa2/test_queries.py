@@ -136,3 +136,16 @@ def test_a_broken_query_does_not_reach_pages_that_others_share(broken):
     assert int((sample == 1).all(-1).sum()) == SAMPLE_TOKENS - 1
     samples.record_decode(0, 0, queries[3], 1.0, 5 * DECODE_INTERVAL)
     assert bool(observed_attention(Entries(keys, keys, None), one(samples, 0)[None]).isfinite().all())
+
+
+def test_a_slot_that_changes_hands_has_a_new_reader():
+    samples = QuerySamples(1, 1)
+    slots = torch.tensor([3, 5])
+    first = samples.readers(slots, ["a", "b"]).tolist()
+    assert len(set(first)) == 2
+    assert samples.readers(slots.flip(0), ["b", "a"]).tolist() == first[::-1]
+    a, c = samples.readers(slots, ["a", "c"]).tolist()
+    assert a == first[0]
+    assert c not in first
+    # Retracted and come back to another slot: another reader too, whose pages are written anew.
+    assert samples.readers(torch.tensor([4]), ["a"]).item() not in {*first, c}

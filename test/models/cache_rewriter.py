@@ -43,29 +43,33 @@ class CacheRewriter:
         plan, extend, decode = backend.init_forward_metadata, backend.forward_extend, backend.forward_decode
 
         def init_forward_metadata(batch: Any) -> Any:
-            for slot, length in zip(batch.req_pool_indices.tolist(), batch.seq_lens.tolist(), strict=True):
-                self.reader.update(dict.fromkeys((table[slot, :length:PAGE_SIZE] // PAGE_SIZE).tolist(), slot))
+            slots, readers = batch.req_pool_indices.tolist(), self._readers(batch)
+            for slot, reader, length in zip(slots, readers, batch.seq_lens.tolist(), strict=True):
+                self.reader.update(dict.fromkeys((table[slot, :length:PAGE_SIZE] // PAGE_SIZE).tolist(), reader))
             return plan(batch)
 
         def forward_extend(q: Tensor, k: Tensor, v: Tensor, layer: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
             rows = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim).split(batch.extend_seq_lens.tolist())
-            slots, lengths = batch.req_pool_indices.tolist(), batch.seq_lens.tolist()
-            for slot, length, queries in zip(slots, lengths, rows, strict=True):
+            for reader, length, queries in zip(self._readers(batch), batch.seq_lens.tolist(), rows, strict=True):
                 if len(queries) > 1:
-                    self.samples.record_extend(slot, layer.layer_id, queries, layer.scaling)
+                    self.samples.record_extend(reader, layer.layer_id, queries, layer.scaling)
                 elif length % DECODE_INTERVAL == 0:
-                    self.samples.record_decode(slot, layer.layer_id, queries[0], layer.scaling, length)
+                    self.samples.record_decode(reader, layer.layer_id, queries[0], layer.scaling, length)
             return extend(q, k, v, layer, batch, *args, **kwargs)
 
         def forward_decode(q: Tensor, k: Tensor, v: Tensor, layer: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
             queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-            for slot, length, query in zip(batch.req_pool_indices.tolist(), batch.seq_lens.tolist(), queries, strict=True):
+            for reader, length, query in zip(self._readers(batch), batch.seq_lens.tolist(), queries, strict=True):
                 if length % DECODE_INTERVAL == 0:
-                    self.samples.record_decode(slot, layer.layer_id, query, layer.scaling, length)
+                    self.samples.record_decode(reader, layer.layer_id, query, layer.scaling, length)
             return decode(q, k, v, layer, batch, *args, **kwargs)
 
         backend.init_forward_metadata, backend.forward_extend = init_forward_metadata, forward_extend
         backend.forward_decode = forward_decode
+
+    def _readers(self, batch: Any) -> list[int]:
+        readers: list[int] = self.samples.readers(batch.req_pool_indices, batch.rids).tolist()
+        return readers
 
     def rewrite(self, pages: Tensor, formats: list[str]) -> None:
         """Replace keys and values of those `pages` that are coded in `formats` and were not yet."""
