@@ -42,6 +42,7 @@ if ! "$VENV/bin/python" -c 'import sys, torch; sys.exit(0 if torch.cuda.is_avail
     device=(--device cpu)
 fi
 echo "serve: http://$HOST:$PORT (stop with Ctrl-C)"
-exec "$VENV/bin/python" -m sglang.launch_server --kv-compress csa2 --model-path "$model" \
+# The logits in fp32: the demo model's first words are often so close that rounding to bf16 would decide.
+exec "$VENV/bin/python" -m sglang.launch_server --kv-compress csa2 --model-path "$model" --enable-fp32-lm-head \
     --csa2-calibration "$ROOT/csa2/calibrations/smollm2-135m-instruct" \
     --host "$HOST" --port "$PORT" "${device[@]}" "$@"

@@ -255,7 +255,7 @@ def test_serve_starts_the_server_with_the_demo_model(checkout, free_port, cuda):
     assert done.returncode == 0, done.stderr
     device = "" if cuda else "--device cpu "
     assert checkout.calls()[-1] == (
-        f"-m sglang.launch_server --kv-compress csa2 --model-path /models/demo "
+        f"-m sglang.launch_server --kv-compress csa2 --model-path /models/demo --enable-fp32-lm-head "
         f"--csa2-calibration {checkout.root}/csa2/calibrations/smollm2-135m-instruct "
         f"--host 127.0.0.1 --port {free_port} {device}--csa2-hot-tokens 64 --log-level very quiet"
     )
