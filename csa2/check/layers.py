@@ -16,10 +16,9 @@ from csa2.calibrate.artefact import load
 from csa2.calibrate.capture import CapturedModel
 from csa2.check.formats import PLAIN_FORMAT, cache_options
 from csa2.check.prompts import STEP_TOKENS
+from csa2.codec.assembly import codec_and_ladder
 from csa2.codec.channels import Rotation
-from csa2.codec.codec import make_codec
 from csa2.codec.queries import QuerySamples
-from csa2.formats import MERGE, make_ladder
 from csa2.options import PAGE_SIZE
 from sgl_kernels.page_codec.reference import Entries
 from sgl_kernels.page_layout import PageGeometry
@@ -78,9 +77,7 @@ def _compressed(
     options = cache_options(name)
     g, _, d = keys.shape
     geometry = PageGeometry(1, g, d, PAGE_SIZE, torch.bfloat16, (0,) if of_layer.is_flagged else ())
-    merged = MERGE.get(options.old_page_format or "", 1) > 1
-    codec, classes = make_codec(geometry, of_layer.rotation, of_layer.orders, merged=merged)
-    ladder = make_ladder(geometry, options.kv_format, options.old_page_format, None, classes)
+    codec, ladder = codec_and_ladder(options, geometry, of_layer.rotation, of_layer.orders)
     pages = context // PAGE_SIZE
     protected = min(pages, -(-options.protect_tokens // PAGE_SIZE))
     warm = max(protected, (context - options.warm_tokens) // PAGE_SIZE)

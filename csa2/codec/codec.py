@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from csa2.codec.channels import Rotation, default_classes, reduced_bases
+from csa2.codec.finite import finite
 from csa2.codec.importance import attention_share, observed_attention
 from csa2.codec.merging import merge_entries
 from csa2.formats import HeadClasses
 from sgl_kernels.basis import orthonormal_basis
-from sgl_kernels.codes import SATURATION
 from sgl_kernels.page_codec.reference import CodecBases, Entries, open_pages, seal_pages
 from sgl_kernels.page_layout import PageGeometry, PageLayout
 
@@ -33,7 +33,7 @@ class PageCodec:
         Args:
             queries: (N, L x G, M, D) sample of queries to each page, softmax scale included; a page without one has zeros.
         """
-        entries = finite(entries)
+        entries = Entries(finite(entries.keys), finite(entries.values), entries.bias)
         observed = observed_attention(entries, queries)
         if layout.entries < entries.keys.shape[-2]:
             importance = attention_share(entries, observed) * entries.values.norm(dim=-1)
@@ -64,13 +64,3 @@ def make_codec(
         orders = [rotation.prior_order(geometry.head_dim)] * len(classes)
     bases = CodecBases(orthonormal_basis(geometry.head_dim), reduced_bases(classes, orders, geometry.head_dim))
     return PageCodec(bases), classes
-
-
-def finite(entries: Entries) -> Entries:
-    """Entries in fp32 whose NaN and infinities are 0: one broken token must not decide how a page is scored and merged."""
-    return Entries(_finite(entries.keys), _finite(entries.values), entries.bias)
-
-
-def _finite(x: Tensor) -> Tensor:
-    # What is finite but beyond what a page holds has a square that is not.
-    return torch.nan_to_num(x.float(), nan=0.0, posinf=0.0, neginf=0.0).clamp_(-SATURATION, SATURATION)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sgl_kernels.codes import SATURATION
+from csa2.codec.finite import finite
 
 SAMPLE_TOKENS = 16
 """Queries kept of a request, spread over its newest tokens. 64 score no better than 16 on SmolLM2-135M."""
@@ -52,13 +52,13 @@ class QuerySamples:
             return
         first = max(0, tokens - SAMPLE_WINDOW)
         rows = torch.linspace(first, tokens - 1, SAMPLE_TOKENS).long()
-        sample.copy_(_finite(queries[rows].float() * scale).permute(1, 0, 2).reshape(sample.shape))
+        sample.copy_(finite(queries[rows].float() * scale).permute(1, 0, 2).reshape(sample.shape))
 
     def record_decode(self, reader: int, layer: int, query: Tensor, scale: float, length: int) -> None:
         """Let the rotated `query` (H, D) of a generated token enter the sample; `length` is that of its sequence."""
         sample = self._sample_of(reader, query)[self._heads(layer)]
         column = length // DECODE_INTERVAL % SAMPLE_TOKENS
-        sample.view(-1, SAMPLE_TOKENS, query.shape[-1])[:, column] = _finite(query.float() * scale).to(sample.dtype)
+        sample.view(-1, SAMPLE_TOKENS, query.shape[-1])[:, column] = finite(query.float() * scale).to(sample.dtype)
 
     def of(self, readers: Tensor) -> Tensor | None:
         """(N, L x G, M, D) samples of `readers` (N,), zero for one that has none; None if nobody has one."""
@@ -86,8 +86,3 @@ class QuerySamples:
         while len(self._samples) > MAX_REQUESTS:
             self._samples.popitem(last=False)
         return sample
-
-
-def _finite(queries: Tensor) -> Tensor:
-    """One broken query must not decide how pages that other requests share are scored."""
-    return torch.nan_to_num(queries, nan=0.0, posinf=0.0, neginf=0.0).clamp_(-SATURATION, SATURATION)

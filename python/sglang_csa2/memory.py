@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from csa2.capacity import ArenaPlan, plan_arena
-from csa2.codec.codec import PageCodec, make_codec
+from csa2.codec.assembly import codec_and_ladder
+from csa2.codec.codec import PageCodec
 from csa2.errors import IntegrityError, OptionError
-from csa2.formats import MERGE, FormatLadder, make_ladder
+from csa2.formats import FormatLadder
 from csa2.units import format_bytes
 from sgl_kernels.page_layout import PageGeometry
 
@@ -60,19 +61,9 @@ def around_config_from_budget(
     page_size = get_schedule().page_size
     marked = identity_layers(self.model, layers.start_layer, layers.num_effective_layers, page_size)
     geometry = _geometry(self, marked)
-    merged = MERGE.get(options.old_page_format or "", 1) > 1
     rotation = rotation_of(self.model, geometry.head_dim)
     orders = calibrated_orders(options, geometry, layers.start_layer, rotation)
-    codec, classes = make_codec(geometry, rotation, orders, merged=merged)
-    shared = None if options.shared_format == "tail" else options.shared_format
-    ladder = make_ladder(
-        geometry,
-        options.kv_format,
-        options.old_page_format,
-        shared,
-        classes,
-        channel_scales=options.key_scale == "channel",
-    )
+    codec, ladder = codec_and_ladder(options, geometry, rotation, orders)
     plan = plan_arena(_arena_bytes(options.arena_bytes, budget_bytes), ladder.page_bytes, ladder.guard)
     global _planned
     _planned = PoolPlan(ladder, plan, codec)
