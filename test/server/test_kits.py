@@ -7,6 +7,8 @@ Left out:
 
 * `test_basic_math` asks for 17 x 23, and `test_concurrent_requests` for capitals after an instruction: the model of 135M
   parameters answers neither, with SGLang's own cache as little. `test_answers.py` asks for capitals it knows.
+* `test_color_completion` waits for "yellow". In fp32 the model's fourth and fifth words lead by less than 0.1 nat; in bf16
+  they are exact ties, transformers' own bf16 model never says yellow, and which way it goes depends on the processor.
 * `WaitingTimeoutMixin` needs `--max-running-requests 1`, so a server of its own; it tests SGLang's queue and no cache.
 * `PrefixCacheBranchingMixin` asserts that the *second* request with a shared prefix misses. That is so for state-space
   models; a tree of attention pages hits at once. `test_answers.py` has the exact hits.
@@ -52,6 +54,7 @@ class TestContract(BasicAPIContractMixin, OnServer):
 
 class TestDecode(BasicDecodeCorrectnessMixin, OnServer):
     test_basic_math = None
+    test_color_completion = None
 
 
 class TestStress(BasicSchedulerStressMixin, OnServer):
