@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
 
     calibrate = commands.add_parser(
         "calibrate",
-        help="find out which key channels of a model matter most",
+        help="find out which key channels and which heads of a model matter most",
         description="Run a model over text and write a calibration folder for --csa2-calibration.",
     )
     calibrate.add_argument("--model", required=True, metavar="DIR", help="folder of the model")
@@ -83,6 +83,10 @@ def _parser() -> argparse.ArgumentParser:
     calibrate.add_argument("--out", required=True, metavar="DIR", help="folder to write")
     calibrate.add_argument("--samples", type=int, default=256, help="pieces of text to read (default: %(default)s)")
     calibrate.add_argument("--sample-tokens", type=int, default=512, help="tokens of a piece (default: %(default)s)")
+    calibrate.add_argument(
+        "--budget-samples", type=int, default=16, help="long pieces, for the budgets of heads (default: %(default)s)"
+    )
+    calibrate.add_argument("--budget-tokens", type=int, default=3584, help="tokens of a long piece (default: %(default)s)")
     calibrate.add_argument("--seed", type=int, default=0, help="which pieces (default: %(default)s)")
     calibrate.set_defaults(run=_calibrate)
     _add_commands(commands)
@@ -117,6 +121,8 @@ def _calibrate(arguments: argparse.Namespace) -> int:
         out=Path(arguments.out),
         samples=arguments.samples,
         sample_tokens=arguments.sample_tokens,
+        budget_samples=arguments.budget_samples,
+        budget_tokens=arguments.budget_tokens,
         seed=arguments.seed,
     )
     samples = calibrate(options).config.samples

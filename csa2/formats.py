@@ -6,7 +6,15 @@ from dataclasses import dataclass
 import torch
 
 from csa2.errors import PageFormatError
-from sgl_kernels.page_layout import KeyClass, PageGeometry, PageLayout, coded_layout, plain_layout, reduced_layout
+from sgl_kernels.page_layout import (
+    HeadLayout,
+    KeyClass,
+    PageGeometry,
+    PageLayout,
+    coded_layout,
+    plain_layout,
+    reduced_layout,
+)
 
 PLAIN = 0
 """Index of the format in which pages are written."""
@@ -82,7 +90,7 @@ def make_ladder(
     kv_format: str,
     tail: str | None = None,
     shared: str | None = "fp8",
-    classes: HeadClasses = (),
+    heads: tuple[HeadLayout, ...] = (),
     *,
     channel_scales: bool = False,
 ) -> FormatLadder:
@@ -92,7 +100,7 @@ def make_ladder(
         kv_format: codes of the 4-bit rung, "fp4" or "int4".
         tail: format of old private pages; None is the 4-bit one.
         shared: format of shared pages; None treats them like private ones.
-        classes: key classes of each head, for a `tail` with reduced channels.
+        heads: the pieces of a `tail` with reduced channels.
         channel_scales: keys of the 4-bit rung have a scale per channel instead of one per entry.
 
     Raises:
@@ -109,7 +117,7 @@ def make_ladder(
     warm = len(layouts)
     layouts.append(coded_layout(kv_format, four_bit, four_bit, geometry, channel_scales=channel_scales))
     if tail in MERGE:
-        layouts.append(reduced_layout(tail, classes, "lloyd2", MERGE[tail], geometry))
+        layouts.append(PageLayout(tail, geometry, heads))
     ladder = FormatLadder(tuple(layouts), warm, warm, PLAIN)
     return FormatLadder(
         ladder.layouts,
@@ -117,6 +125,15 @@ def make_ladder(
         warm if tail is None else ladder.index(tail),
         None if shared is None else ladder.index(shared),
     )
+
+
+def even_heads(name: str, classes: HeadClasses, geometry: PageGeometry) -> tuple[HeadLayout, ...]:
+    """Pieces of the format `name` of `MERGE` if every head gets the same bytes.
+
+    Args:
+        classes: key classes of each of the L x G heads; empty for one that keeps the identity basis.
+    """
+    return reduced_layout(name, classes, "lloyd2", MERGE[name], geometry).heads
 
 
 def check_geometry(geometry: PageGeometry) -> None:

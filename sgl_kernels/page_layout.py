@@ -143,13 +143,13 @@ class PageLayout:
 
     @property
     def entries(self) -> int:
-        """E: entries of a page, the same in every piece."""
-        return self.geometry.page_size if self.is_plain else self.heads[0].entries
+        """E: entries of a page; of the piece that has most, where heads keep different numbers."""
+        return self.geometry.page_size if self.is_plain else max(head.entries for head in self.heads)
 
     @property
     def is_merged(self) -> bool:
-        """Whether entries are groups of tokens, with a bias each."""
-        return not self.is_plain and self.heads[0].merged
+        """Whether entries of some head are groups of tokens, with a bias each."""
+        return any(head.merged for head in self.heads)
 
     @cached_property
     def piece_offsets(self) -> tuple[int, ...]:

@@ -246,13 +246,16 @@ def piece_parts(head: HeadLayout) -> dict[str, tuple[int, int]]:
 def open_by_the_letter(packed: Tensor, layout: PageLayout, bases: CodecBases) -> Opened:
     """Entries of coded pages (N, page_bytes)."""
     n, e, d = packed.shape[0], layout.entries, layout.geometry.head_dim
-    opened = [np.empty((n, len(layout.heads), *shape)) for shape in ((e, d), (e, d), (e,), (d,), (d,))]
+    opened = [np.zeros((n, len(layout.heads), *shape)) for shape in ((e, d), (e, d), (e,), (d,), (d,))]
+    opened[2][:] = -np.inf  # where a head has fewer entries than another
     start = 0
     for index, head in enumerate(layout.heads):
         end = start + piece_parts(head)["piece"][1]
         columns = None if bases.reduced is None else bases.reduced[index, :, : head.key_channels].double().numpy()
         piece = _open_piece(packed[:, start:end].numpy(), head, bases.flat.double().numpy(), columns)
-        for whole, part in zip(opened, piece, strict=True):
+        for whole, part in zip(opened[:3], piece[:3], strict=True):
+            whole[:, index, : head.entries] = part
+        for whole, part in zip(opened[3:], piece[3:], strict=True):
             whole[:, index] = part
         start = end
     keys, values, bias, key_means, value_means = map(torch.from_numpy, opened)

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from csa2.calibrate.fingerprint import ModelShape, model_shape, weights_digest
+from csa2.codec.assembly import HeadCalibration
+from csa2.codec.budgets import HeadBudget, HeadLosses
 from csa2.errors import CalibrationError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 TENSORS, CONFIG, CARD = "calibration.safetensors", "config.json", "README.md"
 
 
@@ -26,7 +28,11 @@ class CalibrationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     """SHA-256 of the text that was read."""
     samples: int
     sample_tokens: int
+    budget_samples: int
+    budget_tokens: int
     seed: int
+    menu: tuple[HeadBudget, ...]
+    """Choices of a head, in the order of `Calibration.losses`."""
     versions: dict[str, str]
 
 
@@ -37,11 +43,20 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     channel_order: Tensor
     """(L, G, D) int16: channels of the keys, the most important first; the two of a rotary pair together."""
 
-    def orders(self, layers: range, heads: range) -> list[list[int]]:
-        """Channel order of each head of one rank, layer-major."""
-        chosen = self.channel_order[layers.start : layers.stop, heads.start : heads.stop]
-        orders: list[list[int]] = chosen.flatten(0, 1).tolist()
-        return orders
+    losses: Tensor
+    """(M, L, G) fp32: what each choice of the menu costs each head, nat per token; see `csa2.calibrate.sensitivity`."""
+
+    def of(self, layers: range, heads: range) -> HeadCalibration:
+        """What it says of the heads of one rank."""
+        rank = (slice(layers.start, layers.stop), slice(heads.start, heads.stop))
+        orders: list[list[int]] = self.channel_order[rank].flatten(0, 1).tolist()
+        return HeadCalibration(orders, HeadLosses(self.config.menu, self.losses[:, rank[0], rank[1]].flatten(1)))
+
+
+class _Version(msgspec.Struct):
+    """The one field of config.json that every version has."""
+
+    format_version: int
 
 
 def save(calibration: Calibration, folder: Path) -> None:
@@ -52,7 +67,10 @@ def save(calibration: Calibration, folder: Path) -> None:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        safetensors.torch.save_file({"channel_order": calibration.channel_order.contiguous()}, folder / TENSORS)
+        safetensors.torch.save_file(
+            {"channel_order": calibration.channel_order.contiguous(), "losses": calibration.losses.contiguous()},
+            folder / TENSORS,
+        )
         config = msgspec.json.format(msgspec.json.encode(calibration.config), indent=2)
         (folder / CONFIG).write_bytes(config + b"\n")
         (folder / CARD).write_text(_card(calibration.config), encoding="utf-8")
@@ -67,7 +85,14 @@ def load(folder: Path) -> Calibration:
         CalibrationError: it is not there, damaged, or of another version.
     """
     try:
-        config = msgspec.json.decode((folder / CONFIG).read_bytes(), type=CalibrationConfig)
+        text = (folder / CONFIG).read_bytes()
+        version = msgspec.json.decode(text, type=_Version).format_version
+        if version != FORMAT_VERSION:
+            raise CalibrationError(
+                f"the calibration in {folder} has version {version}, this release reads {FORMAT_VERSION}: make it again "
+                f"with `csa2 calibrate`"
+            )
+        config = msgspec.json.decode(text, type=CalibrationConfig)
         tensors = safetensors.torch.load_file(folder / TENSORS)
     except FileNotFoundError as error:
         raise CalibrationError(
@@ -77,17 +102,20 @@ def load(folder: Path) -> Calibration:
         raise CalibrationError(
             f"the calibration in {folder} cannot be read ({error}): make it again with `csa2 calibrate`"
         ) from error
-    if config.format_version != FORMAT_VERSION:
-        raise CalibrationError(
-            f"the calibration in {folder} has version {config.format_version}, this release reads {FORMAT_VERSION}: make it "
-            f"again with `csa2 calibrate`"
-        )
-    order, shape = tensors.get("channel_order"), config.shape
-    wanted = (shape.num_layers, shape.num_kv_heads, shape.head_dim)
-    complete = torch.arange(shape.head_dim, dtype=torch.int16)
-    if order is None or tuple(order.shape) != wanted or not bool((order.sort(-1).values == complete).all()):
+    order, losses = tensors.get("channel_order"), tensors.get("losses")
+    if order is None or losses is None or not _is_whole(config, order, losses):
         raise CalibrationError(f"the calibration in {folder} is damaged: make it again with `csa2 calibrate`")
-    return Calibration(config=config, channel_order=order)
+    return Calibration(config=config, channel_order=order, losses=losses)
+
+
+def _is_whole(config: CalibrationConfig, order: Tensor, losses: Tensor) -> bool:
+    """Whether the tensors are what the configuration says."""
+    shape = config.shape
+    heads = (shape.num_layers, shape.num_kv_heads)
+    if tuple(order.shape) != (*heads, shape.head_dim) or tuple(losses.shape) != (len(config.menu), *heads):
+        return False
+    complete = torch.arange(shape.head_dim, dtype=torch.int16)
+    return bool((order.sort(-1).values == complete).all()) and bool((losses.isfinite() & (losses >= 0)).all())
 
 
 def check_model(calibration: Calibration, folder: Path, *, source: str) -> None:
@@ -116,11 +144,12 @@ def _card(config: CalibrationConfig) -> str:
     versions = "\n".join(f"* {name} {version}" for name, version in sorted(config.versions.items()))
     return f"""# Calibration of {config.model_name} for sglang-csa2
 
-Serve with `--kv-compress csa2 --csa2-calibration THIS_FOLDER`. It tells the formats with reduced keys which key channels of
-each head matter most.
+Serve with `--kv-compress csa2 --csa2-calibration THIS_FOLDER`. It tells the formats csa2-2x, -4x and -8x which
+key channels of each head matter most, and which heads need more bytes than others.
 
 * Model: {_shape(config.shape)}, weights {config.weights_digest or "not examined"}
 * Text: {config.samples} samples of {config.sample_tokens} tokens, SHA-256 {config.data_digest}, seed {config.seed}
+* Budgets of heads: {config.budget_samples} samples of {config.budget_tokens} tokens of it
 
 {versions}
 """

@@ -12,7 +12,10 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from csa2.calibrate.artefact import FORMAT_VERSION, Calibration, CalibrationConfig, save
 from csa2.calibrate.capture import CapturedModel
 from csa2.calibrate.fingerprint import ModelShape, model_shape, weights_digest
+from csa2.calibrate.sensitivity import SampleSplit, layer_losses
 from csa2.calibrate.statistics import PAGE_TOKENS, channel_order, channel_pairs, pair_scores
+from csa2.codec.budgets import HeadBudget, menu
+from csa2.codec.channels import Rotation
 from csa2.errors import CalibrationError, OptionError
 from csa2.info import versions
 
@@ -28,6 +31,8 @@ class CalibrateOptions(msgspec.Struct, frozen=True, kw_only=True):
     out: Path
     samples: int = 256
     sample_tokens: int = 512
+    budget_samples: int = 16
+    budget_tokens: int = 3584
     seed: int = 0
 
     def validate(self) -> None:
@@ -43,6 +48,9 @@ class CalibrateOptions(msgspec.Struct, frozen=True, kw_only=True):
                 f"--sample-tokens {self.sample_tokens} is too short: queries look back at whole pages, so give at least "
                 f"{2 * PAGE_TOKENS}"
             )
+        if self.budget_samples < 1:
+            raise OptionError(f"--budget-samples {self.budget_samples} is out of range: give at least 1, better 16")
+        SampleSplit.of(self.budget_tokens)
 
 
 def calibrate(options: CalibrateOptions) -> Calibration:
@@ -56,9 +64,14 @@ def calibrate(options: CalibrateOptions) -> Calibration:
     shape = model_shape(options.model)
     texts = [_read(path) for path in options.texts]
     model = CapturedModel(options.model)
-    samples = draw_samples([model.encode(text) for text in texts], options)
-    pairs = channel_pairs(model.rotation(shape.head_dim), shape.head_dim)
-    scores = measure(model, samples, shape, pairs)
+    documents = [model.encode(text) for text in texts]
+    samples = draw_samples(documents, options.samples, options.sample_tokens, options.seed, "--sample-tokens")
+    long_samples = draw_samples(documents, options.budget_samples, options.budget_tokens, options.seed, "--budget-tokens")
+    rotation = model.rotation(shape.head_dim)
+    pairs = channel_pairs(rotation, shape.head_dim)
+    order = channel_order(measure(model, samples, shape, pairs), pairs)
+    choices = menu(shape.head_dim)
+    losses = measure_losses(model, long_samples, choices, order, rotation, options.seed)
     config = CalibrationConfig(
         format_version=FORMAT_VERSION,
         model_name=options.model.name,
@@ -67,28 +80,33 @@ def calibrate(options: CalibrateOptions) -> Calibration:
         data_digest=hashlib.sha256("".join(texts).encode()).hexdigest(),
         samples=len(samples),
         sample_tokens=options.sample_tokens,
+        budget_samples=len(long_samples),
+        budget_tokens=options.budget_tokens,
         seed=options.seed,
+        menu=choices,
         versions={name: version for name, version in versions().items() if name != "os"},
     )
-    calibration = Calibration(config=config, channel_order=channel_order(scores, pairs))
+    calibration = Calibration(config=config, channel_order=order, losses=losses)
     save(calibration, options.out)
     return calibration
 
 
-def draw_samples(documents: Sequence[list[int]], options: CalibrateOptions) -> list[list[int]]:
-    """Samples of `sample_tokens` tokens from random places, more from longer documents; no two overlap.
+def draw_samples(documents: Sequence[list[int]], count: int, length: int, seed: int, option: str) -> list[list[int]]:
+    """Up to `count` samples of `length` tokens from random places, more from longer documents; no two overlap.
+
+    Args:
+        option: that sets the length.
 
     Raises:
         CalibrationError: no document is long enough.
     """
-    length = options.sample_tokens
     places = [(d, start) for d, tokens in enumerate(documents) for start in range(0, len(tokens) - length + 1, length)]
     if not places:
         raise CalibrationError(
-            f"the text is too short: no file has {length} tokens. Give longer files or a smaller --sample-tokens"
+            f"the text is too short: no file has {length} tokens. Give longer files or a smaller {option}"
         )
-    order = torch.randperm(len(places), generator=torch.Generator().manual_seed(options.seed))
-    chosen = [places[i] for i in order[: options.samples].tolist()]
+    order = torch.randperm(len(places), generator=torch.Generator().manual_seed(seed))
+    chosen = [places[i] for i in order[:count].tolist()]
     return [documents[d][start : start + length] for d, start in chosen]
 
 
@@ -110,6 +128,34 @@ def measure(model: CapturedModel, samples: Sequence[list[int]], shape: ModelShap
 
     for tokens in tqdm(samples, desc="calibrate", unit="sample"):
         model.run(tokens, visit)
+    return total / len(samples)
+
+
+def measure_losses(
+    model: CapturedModel,
+    samples: Sequence[list[int]],
+    choices: Sequence[HeadBudget],
+    order: Tensor,
+    rotation: Rotation,
+    seed: int,
+) -> Tensor:
+    """(M, L, G) fp32 loss of each choice for each head, nat per token, mean over `samples`.
+
+    Args:
+        order: (L, G, D) channel order.
+    """
+    layers = order.shape[0]
+    total = torch.zeros(len(choices), *order.shape[:2])
+    with tqdm(total=len(samples) * layers, desc="budgets", unit="layer") as bar:
+        for index, tokens in enumerate(samples):
+            split = SampleSplit.of(len(tokens))
+            captured = model.capture(tokens, split.context)
+            gradients = model.output_gradients(tokens, captured, seed + index)
+            for layer in range(layers):
+                orders = order[layer].tolist()
+                found = layer_losses(captured[layer], gradients[layer], split, choices, rotation, orders)
+                total[:, layer] += found.cpu()
+                bar.update()
     return total / len(samples)
 
 

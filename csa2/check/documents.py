@@ -1,7 +1,8 @@
 """Texts to measure on that every installation has: what comes with Python and with the packages beside it.
 
 Sources (a module, a package, a topic) are dealt out by a hash of their name to a development set, on which choices may be
-made, and a report set, whose figures are published. No paragraph is in two documents.
+made, and a report set, whose figures are published. What the development documents leave of their sources is for
+calibration. No paragraph is in two documents.
 """
 
 import ast
@@ -12,11 +13,12 @@ import sysconfig
 import tokenize
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from csa2.check.errors import CheckError
 
-Split = Literal["development", "report"]
+Split = Literal["development", "report", "calibration"]
+SPLITS: tuple[Split, ...] = get_args(Split)
 
 CHARACTERS = 30_000
 """Of one document: at least 4700 tokens of code, more of prose."""
@@ -36,7 +38,7 @@ Source = tuple[str, str]
 
 
 def shipped_documents(split: Split, characters: int = CHARACTERS) -> list[Document]:
-    """The documents of one split, one of each kind, each `characters` long.
+    """The documents of one split, one of each kind, each `characters` long; those of other splits do not depend on it.
 
     The same for the same versions of Python and the installed packages.
 
@@ -45,13 +47,15 @@ def shipped_documents(split: Split, characters: int = CHARACTERS) -> list[Docume
     """
     seen: set[str] = set()
     documents = {}
-    # Both splits are always made, so that neither repeats a paragraph of the other.
-    for each in ("development", "report"):
+    # Splits are always made in this order, so that none repeats a paragraph of another.
+    for each in SPLITS[: max(2, SPLITS.index(split) + 1)]:
         for kind, sources in KINDS.items():
-            text = _fill((text for name, text in sources() if _split_of(name) == each), characters, seen)
-            if len(text) < characters:
+            of_split = "development" if each == "calibration" else each
+            wanted = characters if each == split else CHARACTERS
+            text = _fill((text for name, text in sources() if _split_of(name) == of_split), wanted, seen)
+            if len(text) < wanted:
                 raise CheckError(
-                    f"this installation has only {len(text)} characters of {kind} for the {each} set, {characters} are "
+                    f"this installation has only {len(text)} characters of {kind} for the {each} set, {wanted} are "
                     f"needed: install more packages, or measure on files of your own with --text"
                 )
             documents[each, kind] = Document(kind, text)

@@ -1,31 +1,50 @@
 """What the options of a server come to for one model: its codec and its ladder of formats, which belong together."""
 
-from csa2.codec.channels import Rotation
+from dataclasses import dataclass
+
+from csa2.codec.budgets import HeadLosses
+from csa2.codec.channels import Rotation, default_classes
 from csa2.codec.codec import PageCodec, make_codec
-from csa2.formats import MERGE, FormatLadder, make_ladder
+from csa2.formats import MERGE, FormatLadder, check_geometry, even_heads, make_ladder
 from csa2.options import CacheOptions
-from sgl_kernels.page_layout import PageGeometry
+from sgl_kernels.page_layout import HeadLayout, PageGeometry
+
+
+@dataclass(frozen=True)
+class HeadCalibration:
+    """What calibration says of the L x G heads of one rank."""
+
+    orders: list[list[int]]
+    """Channels of the keys of each head, the most important first; the two of a rotary pair together."""
+    losses: HeadLosses
 
 
 def codec_and_ladder(
-    options: CacheOptions, geometry: PageGeometry, rotation: Rotation, orders: list[list[int]] | None
+    options: CacheOptions, geometry: PageGeometry, rotation: Rotation, known: HeadCalibration | None
 ) -> tuple[PageCodec, FormatLadder]:
-    """Codec and ladder of `options`.
-
-    Args:
-        orders: channel order of each of the L x G heads, or None; see `make_codec`.
+    """Codec and ladder of `options`. Without a calibration every head gets the same bytes.
 
     Raises:
         PageFormatError: a geometry that the codec cannot store.
     """
-    merged = MERGE.get(options.old_page_format or "", 1) > 1
-    codec, classes = make_codec(geometry, rotation, orders, merged=merged)
+    check_geometry(geometry)
+    tail = options.old_page_format
+    merge = MERGE.get(tail or "", 1)
+    orders = None if known is None else known.orders
+    classes = default_classes(geometry, merged=merge > 1, all_alike=orders is None and rotation.is_none)
+    heads: tuple[HeadLayout, ...] = ()
+    if tail in MERGE:
+        heads = even_heads(tail, classes, geometry)
+        if known is not None:
+            heads = known.losses.heads(heads, geometry)
+            classes = tuple(() if head.basis == "identity" else head.key_classes for head in heads)
+    codec = make_codec(geometry, rotation, classes, orders)
     ladder = make_ladder(
         geometry,
         options.kv_format,
-        options.old_page_format,
+        tail,
         None if options.shared_format == "tail" else options.shared_format,
-        classes,
+        heads,
         channel_scales=options.key_scale == "channel",
     )
     return codec, ladder

@@ -76,7 +76,8 @@ def _blocks(geometry: PageGeometry, share: float) -> int:
 
 
 def reduced_bases(classes: HeadClasses, orders: list[list[int]], head_dim: int) -> Tensor:
-    """(L x G, D, C) fp32: columns that select channels in order and mix them in Hadamard blocks inside each class.
+    """(L x G, D, C) fp32: columns that select channels in order and mix them in Hadamard blocks inside each class. A class
+    of all channels is mixed as a whole.
 
     Args:
         orders: for each head all its channels, the most important first; the two of a rotary pair together.
@@ -84,6 +85,9 @@ def reduced_bases(classes: HeadClasses, orders: list[list[int]], head_dim: int) 
     width = max((sum(c.channels for c in of_head) for of_head in classes), default=0)
     bases = torch.zeros(len(classes), head_dim, width)
     for head, (of_head, order) in enumerate(zip(classes, orders, strict=True)):
+        if len(of_head) == 1 and of_head[0].channels == head_dim:
+            bases[head][:, :head_dim] = orthonormal_basis(head_dim)
+            continue
         start = 0
         for key_class in of_head:
             stop = start + key_class.channels

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from csa2.codec.channels import Rotation, default_classes, reduced_bases
+from csa2.codec.channels import Rotation, reduced_bases
 from csa2.codec.finite import finite
 from csa2.codec.importance import attention_share, observed_attention
-from csa2.codec.merging import merge_entries
+from csa2.codec.merging import merge_heads
 from csa2.formats import HeadClasses
 from sgl_kernels.basis import orthonormal_basis
 from sgl_kernels.page_codec.reference import CodecBases, Entries, open_pages, seal_pages
@@ -28,16 +28,16 @@ class PageCodec:
         return PageCodec(bases)
 
     def seal(self, entries: Entries, layout: PageLayout, queries: Tensor | None = None) -> Tensor:
-        """(N, page_bytes) uint8: full pages in a coded format, merged first if it has fewer entries than they.
+        """(N, page_bytes) uint8: full pages in a coded format, heads merged first that have fewer entries there.
 
         Args:
             queries: (N, L x G, M, D) sample of queries to each page, softmax scale included; a page without one has zeros.
         """
         entries = Entries(finite(entries.keys), finite(entries.values), entries.bias)
         observed = observed_attention(entries, queries)
-        if layout.entries < entries.keys.shape[-2]:
+        if layout.is_merged:
             importance = attention_share(entries, observed) * entries.values.norm(dim=-1)
-            entries = merge_entries(entries, importance, layout.entries)
+            entries = merge_heads(entries, importance, [head.entries for head in layout.heads])
             observed = observed_attention(entries, queries)
         return seal_pages(entries, layout, self.bases, observed)
 
@@ -51,16 +51,14 @@ class PageCodec:
 
 
 def make_codec(
-    geometry: PageGeometry, rotation: Rotation, orders: list[list[int]] | None = None, *, merged: bool = False
-) -> tuple[PageCodec, HeadClasses]:
-    """The codec of a model, and the key classes of its reduced format.
+    geometry: PageGeometry, rotation: Rotation, classes: HeadClasses, orders: list[list[int]] | None = None
+) -> PageCodec:
+    """The codec of a model.
 
     Args:
-        orders: for each of the L x G heads its channels, the most important first; None: the slowest rotary pairs first.
-        merged: whether the reduced format merges tokens.
+        classes: key classes of each of the L x G heads in the reduced format; empty for one that keeps the identity basis.
+        orders: for each head its channels, the most important first; None: the slowest rotary pairs first.
     """
-    classes = default_classes(geometry, merged=merged, all_alike=orders is None and rotation.is_none)
     if orders is None:
         orders = [rotation.prior_order(geometry.head_dim)] * len(classes)
-    bases = CodecBases(orthonormal_basis(geometry.head_dim), reduced_bases(classes, orders, geometry.head_dim))
-    return PageCodec(bases), classes
+    return PageCodec(CodecBases(orthonormal_basis(geometry.head_dim), reduced_bases(classes, orders, geometry.head_dim)))

@@ -5,10 +5,13 @@ the key of its pivot, so its position is exact and nothing has to be rotated; it
 log of the group's weight over that of the pivot, so that the group draws the attention that its members were worth.
 """
 
+import math
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from sgl_kernels.page_codec.reference import Entries
+from sgl_kernels.page_codec.reference import Entries, side_by_side
 
 WEIGHT_FLOOR = 0.02
 """Added to the weight of each entry, in units of the page's mean: an entry that scores nothing still counts."""
@@ -17,19 +20,47 @@ ROUNDING = 2.0**-30
 """Variance over mean square below which entries do not differ but by fp32 rounding."""
 
 
+def merge_heads(entries: Entries, importance: Tensor, groups: Sequence[int]) -> Entries:
+    """Merge the entries of each head into its own number of groups; see `merge_entries`.
+
+    Args:
+        groups: E' of each head. Heads with fewer than others end with padding; a head that has that many already is left
+            as it is.
+    """
+    if len(set(groups)) == 1:
+        return merge_entries(entries, importance, groups[0])
+    merged = {}
+    for count in set(groups):
+        heads = [head for head, own in enumerate(groups) if own == count]
+        bias = None if entries.bias is None else entries.bias[:, heads]
+        part = Entries(entries.keys[:, heads], entries.values[:, heads], bias)
+        part = merge_entries(part, importance[:, heads], count)
+        merged.update({head: _head(part, place) for place, head in enumerate(heads)})
+    return side_by_side([merged[head] for head in range(len(groups))])
+
+
+def _head(entries: Entries, head: int) -> Entries:
+    only = slice(head, head + 1)
+    return Entries(entries.keys[:, only], entries.values[:, only], None if entries.bias is None else entries.bias[:, only])
+
+
 def merge_entries(entries: Entries, importance: Tensor, groups: int) -> Entries:
     """Merge E entries of each page and head into `groups`, in their order of position.
 
     Args:
         entries: keys and values (N, heads, E, D), bias (N, heads, E) or None.
         importance: (N, heads, E) non-negative: how much attention later queries are expected to pay to each entry.
-        groups: E' <= E.
+        groups: E' of them; with E or more nothing is merged.
 
     Returns:
         Entries with E' groups each and a bias of at least 0.
     """
     keys, values = entries.keys.float(), entries.values.float()
+    if groups >= keys.shape[-2]:
+        return Entries(keys, values, entries.bias)
     weight = importance / importance.mean(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) + WEIGHT_FLOOR
+    if entries.bias is not None:
+        weight = weight.masked_fill(entries.bias == -math.inf, 0.0)  # padding
     pivots = torch.topk(weight, groups, dim=-1).indices.sort(-1).values
     dim = keys.shape[-1]
     rows = pivots.unsqueeze(-1).expand(*pivots.shape, dim)

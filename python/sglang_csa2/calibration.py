@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from csa2.calibrate.artefact import check_model, load
+from csa2.codec.assembly import HeadCalibration
 from csa2.codec.channels import Rotation
 from csa2.errors import CalibrationError
 from csa2.formats import MERGE
@@ -27,10 +28,10 @@ def check_calibration(options: CacheOptions, model_path: str) -> None:
         check_model(calibration, Path(model_path), source=options.calibration)
 
 
-def calibrated_orders(
+def head_calibration(
     options: CacheOptions, geometry: PageGeometry, start_layer: int, rotation: Rotation
-) -> list[list[int]] | None:
-    """Channel order of each head of this rank, or None without a calibration.
+) -> HeadCalibration | None:
+    """What the calibration says of the heads of this rank, or None without one.
 
     Raises:
         CalibrationError: the calibration has other layers, heads, channels or rotary pairs than the model.
@@ -38,8 +39,8 @@ def calibrated_orders(
     if options.calibration is None:
         if options.old_page_format in MERGE:
             logger.warning(
-                "csa2: no --csa2-calibration, so --csa2-ratio %s keeps the slowest rotary pairs of each key; "
-                "`csa2 calibrate` finds a better choice",
+                "csa2: no --csa2-calibration, so --csa2-ratio %s keeps the slowest rotary pairs of each key and gives "
+                "every head the same bytes; `csa2 calibrate` finds what loses several times less",
                 options.ratio,
             )
         return None
@@ -52,14 +53,14 @@ def calibrated_orders(
             f"--csa2-calibration {options.calibration} has {shape.num_layers} layers of {shape.num_kv_heads} KV heads with "
             f"{shape.head_dim} channels, the model has other ones: make one for it with `csa2 calibrate`"
         )
-    orders = calibration.orders(layers, heads)
-    if not all(rotation.keeps_pairs(order) for order in orders):
+    known = calibration.of(layers, heads)
+    if not all(rotation.keeps_pairs(order) for order in known.orders):
         # Half a pair would be kept: a choice that holds at one position only.
         raise CalibrationError(
             f"--csa2-calibration {options.calibration} was made for other rotary pairs than SGLang rotates in this model: "
             f"leave it out"
         )
-    return orders
+    return known
 
 
 def _local_heads(total: int, local: int) -> range:

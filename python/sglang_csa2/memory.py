@@ -53,7 +53,7 @@ def around_config_from_budget(
         return orig(self, budget_bytes, cap_tokens=cap_tokens)
     from sglang.srt.runtime_context import get_schedule
 
-    from sglang_csa2.calibration import calibrated_orders
+    from sglang_csa2.calibration import head_calibration
     from sglang_csa2.model import identity_layers, rotation_of
 
     options = options_here()
@@ -62,8 +62,8 @@ def around_config_from_budget(
     marked = identity_layers(self.model, layers.start_layer, layers.num_effective_layers, page_size)
     geometry = _geometry(self, marked)
     rotation = rotation_of(self.model, geometry.head_dim)
-    orders = calibrated_orders(options, geometry, layers.start_layer, rotation)
-    codec, ladder = codec_and_ladder(options, geometry, rotation, orders)
+    known = head_calibration(options, geometry, layers.start_layer, rotation)
+    codec, ladder = codec_and_ladder(options, geometry, rotation, known)
     plan = plan_arena(_arena_bytes(options.arena_bytes, budget_bytes), ladder.page_bytes, ladder.guard)
     global _planned
     _planned = PoolPlan(ladder, plan, codec)

@@ -8,9 +8,12 @@ Nothing has to be undone per entry when reading: with q' = q B the logit of entr
 values come back through the basis once per query, after the weighted sum.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sgl_kernels import codes as num
@@ -38,7 +41,8 @@ class Entries:
     keys: Tensor
     values: Tensor
     bias: Tensor | None
-    """(N, heads, E) in nat: log of how many times its own weight an entry stands for. None: 0 everywhere."""
+    """(N, heads, E) in nat: log of how many times its own weight an entry stands for. None: 0 everywhere. Minus infinity:
+    no entry. Heads may keep different numbers of entries; those that keep fewer end with such padding."""
 
 
 def seal_pages(entries: Entries, layout: PageLayout, bases: CodecBases, weight: Tensor | None = None) -> Tensor:
@@ -46,7 +50,7 @@ def seal_pages(entries: Entries, layout: PageLayout, bases: CodecBases, weight: 
 
     Args:
         entries: keys and values (N, L x G, E, D) of any float dtype, rotated at their positions, in the model's own basis;
-            merged already, with a bias, if `layout` is.
+            merged already, with a bias, if `layout` is. A head that keeps fewer than E has its own first.
         layout: a coded layout of this geometry.
         weight: (N, L x G, E) share of attention that each entry is expected to draw. The means that are taken out before
             quantisation are weighted by it, so that what is left of entries that matter is small and gets small scales. A
@@ -60,15 +64,15 @@ def seal_pages(entries: Entries, layout: PageLayout, bases: CodecBases, weight: 
     n = keys.shape[0]
     packed = torch.zeros(n, layout.page_bytes, dtype=torch.uint8, device=keys.device)
     for head, indices in layout.head_groups:
-        chosen = torch.tensor(indices, device=keys.device)
+        chosen, kept = torch.tensor(indices, device=keys.device), slice(head.entries)
         piece = torch.zeros(n, chosen.numel(), head.piece_bytes, dtype=torch.uint8, device=keys.device)
-        share = _shares(weight[:, chosen] if weight is not None else torch.zeros_like(keys[:, chosen, :, 0]))
-        _put_keys(piece, keys[:, chosen], head, bases, chosen, share)
-        _put_values(piece, values[:, chosen] @ bases.flat, head, share)
+        share = _shares(weight[:, chosen, kept] if weight is not None else torch.zeros_like(keys[:, chosen, kept, 0]))
+        _put_keys(piece, keys[:, chosen, kept], head, bases, chosen, share)
+        _put_values(piece, values[:, chosen, kept] @ bases.flat, head, share)
         if head.merged:
             if entries.bias is None:
                 raise ValueError("a merged layout needs the bias of its entries")
-            steps = (entries.bias[:, chosen] / BIAS_STEP).round().clamp(0, 255)
+            steps = (entries.bias[:, chosen, kept] / BIAS_STEP).round().clamp(0, 255)
             _put(piece, head, "bias", steps.to(torch.uint8))
         for i, index in enumerate(indices):
             packed[:, layout.piece_offsets[index] : layout.piece_offsets[index + 1]] = piece[:, i]
@@ -93,28 +97,37 @@ def open_layer(block: Tensor, layout: PageLayout, layer: int, bases: CodecBases)
     for i, head in enumerate(heads):
         piece = block[:, layout.piece_offsets[first + i] - start : layout.piece_offsets[first + i + 1] - start]
         opened.append(_open_pieces(piece[:, None], head, bases, slice(first + i, first + i + 1)))
-    bias = [o.bias for o in opened if o.bias is not None]
-    return Entries(
-        torch.cat([o.keys for o in opened], 1),
-        torch.cat([o.values for o in opened], 1),
-        torch.cat(bias, 1) if bias else None,
-    )
+    return side_by_side(opened)
+
+
+def side_by_side(parts: Sequence[Entries]) -> Entries:
+    """Heads of the same N pages in one; those with fewer entries than others are padded."""
+    most = max(part.keys.shape[-2] for part in parts)
+    some_bias = any(part.bias is not None or part.keys.shape[-2] < most for part in parts)
+    keys, values, bias = [], [], []
+    for part in parts:
+        missing = most - part.keys.shape[-2]
+        keys.append(F.pad(part.keys, (0, 0, 0, missing)))
+        values.append(F.pad(part.values, (0, 0, 0, missing)))
+        own = part.keys.new_zeros(part.keys.shape[:3]) if part.bias is None else part.bias
+        bias.append(F.pad(own, (0, missing), value=-math.inf))
+    return Entries(torch.cat(keys, 1), torch.cat(values, 1), torch.cat(bias, 1) if some_bias else None)
 
 
 def open_pages(packed: Tensor, layout: PageLayout, bases: CodecBases) -> Entries:
     """Entries of N coded pages in the model's own basis, all layers: heads is L x G, fp32."""
     g = layout.geometry.num_kv_heads
     shape = (packed.shape[0], len(layout.heads), layout.entries, layout.geometry.head_dim)
-    keys, values = packed.new_empty(shape, dtype=torch.float32), packed.new_empty(shape, dtype=torch.float32)
-    bias = packed.new_empty(shape[:3], dtype=torch.float32) if layout.is_merged else None
+    keys, values = packed.new_zeros(shape, dtype=torch.float32), packed.new_zeros(shape, dtype=torch.float32)
+    bias = packed.new_full(shape[:3], -math.inf, dtype=torch.float32) if layout.is_merged else None
     for layer in range(layout.geometry.num_layers):
         start, size = layout.layer_range(layer)
         opened = open_layer(packed[:, start : start + size].contiguous(), layout, layer, bases)
-        heads = slice(layer * g, (layer + 1) * g)
-        keys[:, heads] = opened.keys @ bases.flat if layout.layer_basis(layer) == "flat" else opened.keys
-        values[:, heads] = opened.values @ bases.flat
-        if bias is not None and opened.bias is not None:
-            bias[:, heads] = opened.bias
+        heads, some = slice(layer * g, (layer + 1) * g), slice(opened.keys.shape[-2])
+        keys[:, heads, some] = opened.keys @ bases.flat if layout.layer_basis(layer) == "flat" else opened.keys
+        values[:, heads, some] = opened.values @ bases.flat
+        if bias is not None:
+            bias[:, heads, some] = 0.0 if opened.bias is None else opened.bias
     return Entries(keys, values, bias)
 
 

@@ -11,7 +11,7 @@ from csa2.codec.channels import make_rotation, reduced_bases
 from csa2.codec.codec import PageCodec
 from csa2.codec.importance import attention_share, observed_attention
 from csa2.codec.merging import merge_entries
-from csa2.formats import MERGE, PLAIN, FormatLadder, make_ladder, packing
+from csa2.formats import MERGE, PLAIN, FormatLadder, even_heads, make_ladder, packing
 from csa2.store import PageStore
 from sgl_kernels.basis import orthonormal_basis
 from sgl_kernels.page_codec.reference import CodecBases, Entries
@@ -25,7 +25,8 @@ CLASSES = ((KeyClass("int4", 8), KeyClass("lloyd2", 16)), ())
 CODEC = PageCodec(
     CodecBases(orthonormal_basis(32), reduced_bases(CLASSES, [make_rotation(32, neox=True).prior_order(32)] * 2, 32))
 )
-LADDERS = {tail or "fp4": make_ladder(GEOMETRY, "fp4", tail, "fp8", CLASSES) for tail in (None, "k8v4", *MERGE)}
+LADDERS = {tail or "fp4": make_ladder(GEOMETRY, "fp4", tail) for tail in (None, "k8v4")}
+LADDERS.update({tail: make_ladder(GEOMETRY, "fp4", tail, "fp8", even_heads(tail, CLASSES, GEOMETRY)) for tail in MERGE})
 LADDER = LADDERS["fp4"]
 SMALL = LADDER.end
 

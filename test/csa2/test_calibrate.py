@@ -11,14 +11,18 @@ import torch
 import csa2
 from csa2 import cli
 from csa2.calibrate.artefact import CONFIG, TENSORS, Calibration, check_model, load, save
+from csa2.calibrate.capture import CapturedModel
 from csa2.calibrate.fingerprint import ModelShape, model_shape, weights_digest
 from csa2.calibrate.run import CalibrateOptions, calibrate, draw_samples
+from csa2.calibrate.sensitivity import SampleSplit, layer_losses
 from csa2.calibrate.statistics import channel_order, channel_pairs, pair_scores
+from csa2.codec.budgets import menu
 from csa2.codec.channels import Rotation, make_rotation
 from csa2.demo_model import ensure_demo_model
 from csa2.errors import CalibrationError, OptionError
 
 LAYERS, HEADS, GROUPS, DIM = 2, 4, 2, 32
+SMALL = {"samples": 3, "sample_tokens": 128, "budget_samples": 2, "budget_tokens": 384}
 WORDS = [f"w{i}" for i in range(200)]
 
 
@@ -58,7 +62,7 @@ def text(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def made(model, text, tmp_path_factory) -> tuple[Calibration, Path]:
     out = tmp_path_factory.mktemp("out") / "calibration"
-    options = CalibrateOptions(model=model, texts=(text,), out=out, samples=3, sample_tokens=128, seed=5)
+    options = CalibrateOptions(model=model, texts=(text,), out=out, **SMALL, seed=5)
     return calibrate(options), out
 
 
@@ -95,6 +99,9 @@ def test_it_writes_what_it_returns(made, model):
     calibration, out = made
     again = load(out)
     assert torch.equal(again.channel_order, calibration.channel_order)
+    assert torch.equal(again.losses, calibration.losses)
+    assert again.losses.shape == (len(again.config.menu), LAYERS, GROUPS)
+    assert again.config.menu == menu(DIM)
     assert again.config == calibration.config
     assert again.channel_order.shape == (LAYERS, GROUPS, DIM)
     assert again.config.shape == ModelShape(LAYERS, HEADS, GROUPS, DIM)
@@ -105,16 +112,20 @@ def test_it_writes_what_it_returns(made, model):
 
 
 def test_the_same_seed_gives_the_same_calibration(made, model, text, tmp_path):
-    options = CalibrateOptions(model=model, texts=(text,), out=tmp_path, samples=3, sample_tokens=128, seed=5)
-    assert torch.equal(calibrate(options).channel_order, made[0].channel_order)
-    other = CalibrateOptions(model=model, texts=(text,), out=tmp_path, samples=3, sample_tokens=128, seed=6)
-    assert not torch.equal(calibrate(other).channel_order, made[0].channel_order)
+    again = calibrate(CalibrateOptions(model=model, texts=(text,), out=tmp_path, **SMALL, seed=5))
+    assert torch.equal(again.channel_order, made[0].channel_order)
+    assert torch.equal(again.losses, made[0].losses)
+    other = calibrate(CalibrateOptions(model=model, texts=(text,), out=tmp_path, **SMALL, seed=6))
+    assert not torch.equal(other.channel_order, made[0].channel_order)
+    assert not torch.equal(other.losses, made[0].losses)
 
 
-def test_orders_of_one_rank(made):
-    order = made[0].channel_order
-    assert made[0].orders(range(1, 2), range(1, 2)) == [order[1, 1].tolist()]
-    assert made[0].orders(range(2), range(2)) == order.flatten(0, 1).tolist()
+def test_heads_of_one_rank(made):
+    order, losses = made[0].channel_order, made[0].losses
+    one = made[0].of(range(1, 2), range(1, 2))
+    assert one.orders == [order[1, 1].tolist()]
+    assert torch.equal(one.losses.losses, losses[:, 1, 1:])
+    assert made[0].of(range(2), range(2)).orders == order.flatten(0, 1).tolist()
 
 
 def test_a_calibration_of_this_model_is_accepted(made, model):
@@ -160,12 +171,15 @@ def test_a_damaged_calibration_is_refused(made, tmp_path):
     (folder / TENSORS).write_bytes(b"no tensors")
     with pytest.raises(CalibrationError, match="cannot be read"):
         load(folder)
-    twice = calibration.channel_order.clone()
+    twice, broken = calibration.channel_order.clone(), calibration.losses.clone()
     twice[0, 0, 0] = twice[0, 0, 1]
-    save(Calibration(config=calibration.config, channel_order=twice), folder)
-    with pytest.raises(CalibrationError, match="is damaged"):
-        load(folder)
-    save(Calibration(config=msgspec.structs.replace(calibration.config, format_version=99), channel_order=twice), folder)
+    broken[0, 0, 0] = torch.nan
+    for changed in ({"channel_order": twice}, {"losses": broken}, {"losses": calibration.losses[1:]}):
+        save(msgspec.structs.replace(calibration, **changed), folder)
+        with pytest.raises(CalibrationError, match="is damaged"):
+            load(folder)
+    config = msgspec.structs.replace(calibration.config, format_version=99)
+    save(msgspec.structs.replace(calibration, config=config), folder)
     with pytest.raises(CalibrationError, match="version 99"):
         load(folder)
     (folder / CONFIG).write_text("{}")
@@ -175,17 +189,18 @@ def test_a_damaged_calibration_is_refused(made, tmp_path):
 
 def test_samples_do_not_overlap_and_follow_the_seed():
     documents = [list(range(1000)), list(range(1000, 1100))]
-    options = CalibrateOptions(model=Path(), texts=(), out=Path(), samples=5, sample_tokens=128, seed=3)
-    samples = draw_samples(documents, options)
+    samples = draw_samples(documents, 5, 128, 3, "--sample-tokens")
     assert len(samples) == 5
     assert all(len(sample) == 128 for sample in samples)
     assert len({token for sample in samples for token in sample}) == 5 * 128
-    assert samples == draw_samples(documents, options)
-    with pytest.raises(CalibrationError, match="too short: no file has 128 tokens"):
-        draw_samples([list(range(127))], options)
+    assert samples == draw_samples(documents, 5, 128, 3, "--sample-tokens")
+    with pytest.raises(CalibrationError, match=r"too short: no file has 128 tokens.*--sample-tokens"):
+        draw_samples([list(range(127))], 5, 128, 3, "--sample-tokens")
 
 
-@pytest.mark.parametrize(("field", "value"), [("samples", 0), ("sample_tokens", 127)])
+@pytest.mark.parametrize(
+    ("field", "value"), [("samples", 0), ("sample_tokens", 127), ("budget_samples", 0), ("budget_tokens", 200)]
+)
 def test_options_out_of_range(field, value):
     options = CalibrateOptions(model=Path(), texts=(), out=Path())
     with pytest.raises(OptionError, match=f"--{field.replace('_', '-')} {value}"):
@@ -201,8 +216,9 @@ def test_a_folder_without_a_model_is_refused(tmp_path):
 
 
 def test_the_command(model, text, tmp_path, capsys):
+    budgets = ["--budget-samples", "1", "--budget-tokens", "384"]
     arguments = ["calibrate", "--model", str(model), "--text", str(text), "--out", str(tmp_path / "out")]
-    assert cli.main([*arguments, "--samples", "2", "--sample-tokens", "128"]) == 0
+    assert cli.main([*arguments, "--samples", "2", "--sample-tokens", "128", *budgets]) == 0
     captured = capsys.readouterr()
     assert captured.out.splitlines()[-1] == str(tmp_path / "out")
     assert "only 2 samples" in captured.err
@@ -216,3 +232,21 @@ def test_the_calibration_that_ships_belongs_to_the_demo_model():
     calibration = load(folder)
     check_model(calibration, Path(ensure_demo_model(None, say=print)), source=str(folder))
     assert calibration.config.samples >= 128
+    assert calibration.config.budget_samples >= 8
+
+
+def test_a_head_that_nothing_depends_on_loses_nothing(model, text):
+    """The loss is that of the predictions: a head whose output goes nowhere may lose all it likes."""
+    captured = CapturedModel(model)
+    attention = captured.model.model.layers[1].self_attn
+    attention.o_proj.weight[:, : HEADS // GROUPS * DIM] = 0
+    tokens = captured.encode(text.read_text())[:384]
+    split = SampleSplit.of(len(tokens))
+    layers = captured.capture(tokens, split.context)
+    gradients = captured.output_gradients(tokens, layers, seed=0)
+    orders = [list(range(DIM))] * GROUPS
+    rotation = make_rotation(DIM, neox=True)
+    losses = layer_losses(layers[1], gradients[1], split, menu(DIM), rotation, orders)
+    assert losses.shape == (len(menu(DIM)), GROUPS)
+    assert bool((losses[:, 0] == 0).all())
+    assert bool((losses[:, 1] > 0).all())

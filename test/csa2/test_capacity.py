@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from csa2.arena import Arena
 from csa2.capacity import MIN_PLAIN_PAGES, ArenaPlan, plan_arena
 from csa2.errors import OptionError
-from csa2.formats import MERGE, make_ladder, packing
+from csa2.formats import MERGE, even_heads, make_ladder, packing
 from sgl_kernels.page_layout import KeyClass, PageGeometry
 
 fixed = settings(derandomize=True, deadline=None, max_examples=200)
@@ -174,7 +174,9 @@ GEOMETRIES = [
 ]
 CLASSES = (KeyClass("int4", 8), KeyClass("lloyd2", 16))
 LADDERS = [
-    make_ladder(g, "fp4", tail, classes=(CLASSES,) * (g.num_layers * g.num_kv_heads))
+    make_ladder(
+        g, "fp4", tail, heads=even_heads(tail, (CLASSES,) * (g.num_layers * g.num_kv_heads), g) if tail in MERGE else ()
+    )
     for g in GEOMETRIES
     for tail in (None, "k8v4", *MERGE)
 ]

@@ -17,7 +17,7 @@ from csa2.codec.channels import (
     reduced_bases,
 )
 from csa2.codec.codec import make_codec
-from csa2.formats import HEAD_DIMS, MERGE, make_ladder
+from csa2.formats import HEAD_DIMS, MERGE, even_heads, make_ladder
 from sgl_kernels.basis import orthonormal_basis
 from sgl_kernels.page_layout import KeyClass, PageGeometry
 
@@ -88,7 +88,9 @@ def test_where_all_channels_are_alike_every_channel_stays(merged):
 def test_channels_are_alike_without_rotation_and_calibration(rotary_dim, calibrated):
     order = torch.randperm(64, generator=torch.Generator().manual_seed(1)).tolist()
     orders = [order, order[::-1]] * 2 if calibrated else None
-    codec, classes = make_codec(geometry(64), make_rotation(rotary_dim, neox=True), orders)
+    rotation = make_rotation(rotary_dim, neox=True)
+    classes = default_classes(geometry(64), merged=False, all_alike=orders is None and rotation.is_none)
+    codec = make_codec(geometry(64), rotation, classes, orders)
     assert len(classes[0]) == (1 if rotary_dim == 0 and not calibrated else 2)
     channels = sum(c.channels for c in classes[0])
     for head in range(4 if calibrated else 0):
@@ -137,7 +139,8 @@ def test_no_head_at_all_has_no_columns():
 @pytest.mark.parametrize("merged", [False, True])
 def test_bases_of_a_model_are_orthonormal_and_keep_the_slowest(merged, dim, rotary, neox):
     rotation = make_rotation(int(dim * rotary) // 2 * 2, neox=neox)
-    codec, classes = make_codec(geometry(dim, identity=(1,)), rotation, merged=merged)
+    classes = default_classes(geometry(dim, identity=(1,)), merged=merged, all_alike=rotation.is_none)
+    codec = make_codec(geometry(dim, identity=(1,)), rotation, classes)
     bases = codec.bases.reduced.double()
     assert torch.equal(codec.bases.flat, orthonormal_basis(dim))
     assert bases.shape[:2] == (4, dim)
@@ -163,7 +166,7 @@ def test_the_reduced_rungs_of_every_head_dim_are_smaller_than_4_bits(all_alike, 
         g = geometry(dim, heads=1, identity=identity)
         for tail, merge in MERGE.items():
             classes = default_classes(g, merged=merge > 1, all_alike=all_alike)
-            page_bytes = make_ladder(g, "fp4", tail, "fp8", classes).page_bytes
+            page_bytes = make_ladder(g, "fp4", tail, "fp8", even_heads(tail, classes, g)).page_bytes
             assert list(page_bytes) == sorted(set(page_bytes), reverse=True), (dim, tail)
 
 

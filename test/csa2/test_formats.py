@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from csa2.errors import PageFormatError
-from csa2.formats import FP8, MERGE, PLAIN, FormatLadder, make_ladder, packing
+from csa2.formats import FP8, MERGE, PLAIN, FormatLadder, even_heads, make_ladder, packing
 from csa2.options import CODE_FORMATS, SHARED_FORMATS, TAIL_FORMATS
 from sgl_kernels.page_layout import KeyClass, PageGeometry
 
@@ -18,7 +18,8 @@ SHARED = (None, "bf16", "fp8", "k8v4", "fp4")
 
 def ladder_of(tail: str | None, shared: str | None = "fp8", kv_format: str = "fp4", size: int = 64) -> FormatLadder:
     geometry = PageGeometry(2, 1, 64, size, torch.bfloat16)
-    return make_ladder(geometry, kv_format, tail, shared, (CLASSES,) * 2)
+    heads = even_heads(tail, (CLASSES,) * 2, geometry) if tail in MERGE else ()
+    return make_ladder(geometry, kv_format, tail, shared, heads)
 
 
 fixed = settings(derandomize=True, deadline=None, max_examples=150)
@@ -81,7 +82,7 @@ def test_merged_formats_have_fewer_entries(name, merge, size):
 
 def test_heads_without_classes_keep_all_channels():
     geometry = PageGeometry(2, 1, 64, 64, torch.bfloat16, (1,))
-    layout = make_ladder(geometry, "fp4", "csa2-2x", classes=(CLASSES, ())).layouts[-1]
+    layout = make_ladder(geometry, "fp4", "csa2-2x", heads=even_heads("csa2-2x", (CLASSES, ()), geometry)).layouts[-1]
     assert [head.basis for head in layout.heads] == ["reduced", "identity"]
     assert [head.key_channels for head in layout.heads] == [24, 64]
     assert [head.channel_scales for head in layout.heads] == [False, True]

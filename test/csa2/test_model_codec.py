@@ -9,9 +9,11 @@ from codec_bounds import entry_norm_bounds, kept
 from page_stores import merged_for
 from torch import Tensor
 
+from csa2.codec.assembly import codec_and_ladder
 from csa2.codec.channels import make_rotation
-from csa2.codec.codec import PageCodec, make_codec
-from csa2.formats import MERGE, FormatLadder, make_ladder
+from csa2.codec.codec import PageCodec
+from csa2.formats import MERGE, FormatLadder
+from csa2.options import CacheOptions
 from sgl_kernels.page_codec.reference import Entries, seal_pages
 from sgl_kernels.page_layout import PageGeometry, PageLayout
 
@@ -30,8 +32,7 @@ CHAINS = [
 def model(tail: str, size: int = 64, dtype: torch.dtype = torch.bfloat16) -> tuple[PageCodec, FormatLadder]:
     """Three layers of two heads, the last layer with identity keys."""
     geometry = PageGeometry(3, 2, 64, size, dtype, (2,))
-    codec, classes = make_codec(geometry, make_rotation(64, neox=True), merged=MERGE[tail] > 1)
-    return codec, make_ladder(geometry, "fp4", tail, "fp8", classes)
+    return codec_and_ladder(CacheOptions(ratio=tail[-2]), geometry, make_rotation(64, neox=True), None)
 
 
 def some_pages(n: int, size: int = 64, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Entries:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from csa2.errors import Csa2Error, OptionError
-from csa2.formats import make_ladder
+from csa2.formats import MERGE, even_heads, make_ladder
 from csa2.options import (
     CODE_FORMATS,
     IMPLS,
@@ -77,7 +77,8 @@ def test_what_old_pages_become(changes, name):
     # Each of them is a rung of the ladder that is made from the same options.
     geometry = PageGeometry(1, 1, 64, 64, torch.bfloat16)
     classes = (KeyClass("int4", 24), KeyClass("lloyd2", 24))
-    ladder = make_ladder(geometry, options.kv_format, name, options.shared_format, (classes,))
+    heads = even_heads(name, (classes,), geometry) if name in MERGE else ()
+    ladder = make_ladder(geometry, options.kv_format, name, options.shared_format, heads)
     assert ladder.names[ladder.tail] == (name or "fp4")
 
 

@@ -6,10 +6,9 @@ import torch
 from codec_bounds import open_by_the_letter
 from torch import Tensor
 
-from csa2.codec.codec import make_codec
+from csa2.codec.assembly import codec_and_ladder
 from csa2.codec.queries import DECODE_INTERVAL, QuerySamples
-from csa2.formats import make_ladder
-from csa2.options import PAGE_SIZE
+from csa2.options import PAGE_SIZE, CacheOptions
 from sgl_kernels.page_codec.reference import Entries
 from sgl_kernels.page_layout import PageGeometry
 from sglang_csa2.model import rotation_of
@@ -29,9 +28,9 @@ class CacheRewriter:
             identity_layers,
         )
         rotation = rotation_of(scheduler.tp_worker.model_runner.model, self.pool.head_dim)
-        self.codec, classes = make_codec(geometry, rotation)
+        self.codec, ladder = codec_and_ladder(CacheOptions(ratio="2"), geometry, rotation, None)
         # Merged pages have fewer entries than the rows of SGLang's cache.
-        self.layouts = {layout.name: layout for layout in make_ladder(geometry, "fp4", "csa2-2x", "fp8", classes).layouts}
+        self.layouts = {layout.name: layout for layout in ladder.layouts}
         self.done: set[int] = set()
         self.samples = QuerySamples(self.pool.layer_num, self.pool.head_num)
         self.reader: dict[int, int] = {}

@@ -5,7 +5,15 @@ from torch import Tensor
 
 from sgl_kernels.basis import orthonormal_basis
 from sgl_kernels.page_codec.reference import CodecBases, Entries, open_pages, seal_pages
-from sgl_kernels.page_layout import KeyClass, PageGeometry, PageLayout, coded_layout, reduced_layout
+from sgl_kernels.page_layout import (
+    HeadLayout,
+    KeyClass,
+    PageGeometry,
+    PageLayout,
+    coded_layout,
+    identity_head,
+    reduced_layout,
+)
 
 CODED = {"fp8": ("e4m3", "e4m3"), "k8v4": ("e4m3", "e2m1"), "fp4": ("e2m1", "e2m1"), "int4": ("int4", "int4")}
 REDUCED = {"csa2-2x": 1, "csa2-4x": 2, "csa2-8x": 4}
@@ -37,9 +45,35 @@ def classes_of(g: PageGeometry) -> tuple[tuple[KeyClass, ...], ...]:
 
 
 def layout_of(name: str, g: PageGeometry) -> PageLayout:
+    if name == UNEVEN:
+        return uneven_layout(g)
     if name in CODED:
         return coded_layout(name, *CODED[name], g)
     return reduced_layout(name, classes_of(g), "lloyd2", REDUCED[name], g)
+
+
+UNEVEN = "uneven"
+"""Every head with a budget of its own: not in `FORMATS`, because heads come back with padding."""
+
+
+def uneven_layout(g: PageGeometry) -> PageLayout:
+    """Heads with all, half and a quarter of the entries, all channels or few, values of 2, 4 and 8 bits."""
+    few, all_channels = (KeyClass("int4", g.head_dim // 4), KeyClass("lloyd2", g.head_dim // 4)), g.head_dim
+    size, dim = g.page_size, g.head_dim
+    kinds = (
+        HeadLayout("reduced", size // 4, dim, few, "lloyd2", merged=True),
+        HeadLayout("reduced", size, dim, (KeyClass("e4m3", all_channels),), "int4", merged=False),
+        HeadLayout("reduced", size // 2, dim, (KeyClass("int4", all_channels),), "e4m3", merged=True),
+    )
+    identity = (
+        identity_head("int4", "lloyd2", g),
+        identity_head("int4", "lloyd2", g, 4),
+        identity_head("e4m3", "int4", g, 2),
+    )
+    heads = range(g.num_layers * g.num_kv_heads)
+    return PageLayout(
+        UNEVEN, g, tuple((identity if h // g.num_kv_heads in g.identity_layers else kinds)[h % 3] for h in heads)
+    )
 
 
 def bases_of(g: PageGeometry, seed: int = 0) -> CodecBases:

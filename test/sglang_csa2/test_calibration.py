@@ -36,30 +36,34 @@ def ranks(monkeypatch, rank: int, size: int) -> None:
 
 
 def test_a_rank_gets_its_layers_and_heads(monkeypatch):
-    everything = load(SHIPPED).channel_order
-    assert calibration.calibrated_orders(OPTIONS, geometry(), 0, NEOX) == everything.flatten(0, 1).tolist()
+    everything = load(SHIPPED)
+    order, losses = everything.channel_order, everything.losses
+    whole = calibration.head_calibration(OPTIONS, geometry(), 0, NEOX)
+    assert whole.orders == order.flatten(0, 1).tolist()
+    assert torch.equal(whole.losses.losses, losses.flatten(1))
     ranks(monkeypatch, 2, 3)
-    got = calibration.calibrated_orders(OPTIONS, geometry(10, 1), 20, NEOX)
-    assert got == everything[20:, 2].tolist()
+    part = calibration.head_calibration(OPTIONS, geometry(10, 1), 20, NEOX)
+    assert part.orders == order[20:, 2].tolist()
+    assert torch.equal(part.losses.losses, losses[:, 20:, 2])
     ranks(monkeypatch, 5, 6)  # more ranks than heads: two share one
-    assert calibration.calibrated_orders(OPTIONS, geometry(30, 1), 0, NEOX) == everything[:, 2].tolist()
+    assert calibration.head_calibration(OPTIONS, geometry(30, 1), 0, NEOX).orders == order[:, 2].tolist()
 
 
 @pytest.mark.parametrize("other", [geometry(31), geometry(heads=4), geometry(dim=128)])
 def test_another_shape_is_refused(other):
     with pytest.raises(CalibrationError, match="30 layers of 3 KV heads with 64 channels"):
-        calibration.calibrated_orders(OPTIONS, other, 0, NEOX)
+        calibration.head_calibration(OPTIONS, other, 0, NEOX)
 
 
 def test_other_rotary_pairs_are_refused():
     with pytest.raises(CalibrationError, match="other rotary pairs"):
-        calibration.calibrated_orders(OPTIONS, geometry(), 0, make_rotation(64, neox=False))
+        calibration.head_calibration(OPTIONS, geometry(), 0, make_rotation(64, neox=False))
 
 
 @pytest.mark.parametrize(("ratio", "warnings"), [("1", 0), ("2", 1), ("8", 1)])
 def test_without_a_calibration_the_log_says_what_is_kept(caplog, ratio, warnings):
     with caplog.at_level(logging.WARNING):
-        assert calibration.calibrated_orders(CacheOptions(ratio=ratio), geometry(), 0, NEOX) is None
+        assert calibration.head_calibration(CacheOptions(ratio=ratio), geometry(), 0, NEOX) is None
     assert len([record for record in caplog.records if "slowest rotary pairs" in record.message]) == warnings
 
 
