@@ -117,8 +117,9 @@ class Csa2ServerArgs(ServerArgs, kw_only=True, dict=True):  # type: ignore[call-
     csa2_calibration: Annotated[
         str | None,
         Arg(
-            help="Folder made by `csa2 calibrate` for this model: which key channels matter most. Left out: the slowest "
-            "rotary pairs first. Used by --csa2-ratio 2, 4 and 8."
+            help="Folder made by `csa2 calibrate` for this model: which key channels matter most, and which heads need more "
+            "bytes than others. Left out: the slowest rotary pairs first, and the same bytes for every head, which loses "
+            "many times more. Used by --csa2-ratio 2, 4 and 8."
         ),
     ] = _DEFAULTS.calibration
     csa2_impl: Annotated[
