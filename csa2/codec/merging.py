@@ -27,14 +27,15 @@ def merge_heads(entries: Entries, importance: Tensor, groups: Sequence[int]) -> 
         groups: E' of each head. Heads with fewer than others end with padding; a head that has that many already is left
             as it is.
     """
-    if len(set(groups)) == 1:
+    if len(set(groups)) == 1 and groups[0] < entries.keys.shape[-2]:
         return merge_entries(entries, importance, groups[0])
     merged = {}
     for count in set(groups):
         heads = [head for head, own in enumerate(groups) if own == count]
         bias = None if entries.bias is None else entries.bias[:, heads]
         part = Entries(entries.keys[:, heads], entries.values[:, heads], bias)
-        part = merge_entries(part, importance[:, heads], count)
+        if count < entries.keys.shape[-2]:
+            part = merge_entries(part, importance[:, heads], count)
         merged.update({head: _head(part, place) for place, head in enumerate(heads)})
     return side_by_side([merged[head] for head in range(len(groups))])
 
@@ -50,14 +51,12 @@ def merge_entries(entries: Entries, importance: Tensor, groups: int) -> Entries:
     Args:
         entries: keys and values (N, heads, E, D), bias (N, heads, E) or None.
         importance: (N, heads, E) non-negative: how much attention later queries are expected to pay to each entry.
-        groups: E' of them; with E or more nothing is merged.
+        groups: E' <= E.
 
     Returns:
         Entries with E' groups each and a bias of at least 0.
     """
     keys, values = entries.keys.float(), entries.values.float()
-    if groups >= keys.shape[-2]:
-        return Entries(keys, values, entries.bias)
     weight = importance / importance.mean(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) + WEIGHT_FLOOR
     if entries.bias is not None:
         weight = weight.masked_fill(entries.bias == -math.inf, 0.0)  # padding
