@@ -2,7 +2,9 @@
 
 E2M1 is the 4-bit float of the OCP Microscaling specification (v1.0), E4M3 its 8-bit float. Scales are unsigned
 E5M3: like E4M3 without the sign, so that one more exponent bit covers every model and decoding is one shift. The 2-bit
-levels of `lloyd2` are those of Max (1960) for a normal distribution, in units of its standard deviation.
+levels of `lloyd2` are those of Max (1960) for a normal distribution, in units of its standard deviation. Integers have even
+steps and one scale from the largest magnitude: `int4` and `int3` keep zero and leave the lowest code unused, `int2` is
+four levels around zero, because -1, 0 and 1 would waste a quarter of its codes.
 """
 
 from collections.abc import Callable
@@ -16,12 +18,16 @@ INT4_MAX = 7.0
 """Symmetric codes -7..7; the sixteenth code, -8, is left unused so that zero stays exact and both signs reach as far."""
 INT4_ASYMMETRIC_MAX = 7.5
 """Asymmetric codes are the sixteen levels -7.5 .. 7.5 around a midpoint."""
+INT3_MAX = 3.0
+"""Symmetric codes -3..3; the eighth, -4, is left unused as in `INT4_MAX`."""
+INT2_MAX = 1.5
+"""The four levels -1.5, -0.5, 0.5, 1.5: even steps without a zero."""
 E4M3_MAX = 448.0
 LLOYD2_LEVELS = (-1.510, -0.4528, 0.4528, 1.510)
 LLOYD2_BOUNDARY = 0.9816
 """Between the inner and the outer level; the other boundary is 0."""
-CODE_BITS = {"e4m3": 8, "e2m1": 4, "int4": 4, "int4_asymmetric": 4, "lloyd2": 2}
-"""Bits of each kind of code a page can hold."""
+CODE_BITS = {"e4m3": 8, "e2m1": 4, "int4": 4, "int4_asymmetric": 4, "int3": 3, "int2": 2, "lloyd2": 2}
+"""Bits of each kind of code. A page holds those whose bits fill bytes: all but `int3`."""
 
 UE5M3_MIN = 2.0**-15
 UE5M3_MAX = 1.875 * 2.0**16
@@ -77,6 +83,16 @@ def round_int4_asymmetric(value: Tensor) -> Tensor:
     return (value + INT4_ASYMMETRIC_MAX).round_().clamp_(0, 15).to(torch.uint8)
 
 
+def round_int3(value: Tensor) -> Tensor:
+    """3-bit offset codes (value + 4: 1..7) of fp32 `value`, to nearest, saturating at +-3."""
+    return (value.round().clamp_(-INT3_MAX, INT3_MAX) + 4).to(torch.uint8)
+
+
+def round_int2(value: Tensor) -> Tensor:
+    """2-bit codes (value + 1.5: 0..3) of fp32 `value`, to nearest, saturating at +-1.5."""
+    return (value + INT2_MAX).round_().clamp_(0, 3).to(torch.uint8)
+
+
 def round_lloyd2(value: Tensor) -> Tensor:
     """2-bit codes 0..3 of fp32 `value`: the nearest of `LLOYD2_LEVELS`."""
     return (value > -LLOYD2_BOUNDARY).to(torch.uint8) + (value > 0) + (value > LLOYD2_BOUNDARY)
@@ -91,10 +107,8 @@ def decode_codes(code: Tensor, kind: str) -> Tensor:
     """fp32 value of uint8 codes, in units of their scale."""
     if kind == "e4m3":
         return decode_e4m3(code)
-    if kind == "int4":
-        return code.to(torch.float32).sub_(8.0)
-    if kind == "int4_asymmetric":
-        return code.to(torch.float32).sub_(INT4_ASYMMETRIC_MAX)
+    if kind in _OFFSETS:
+        return code.to(torch.float32).sub_(_OFFSETS[kind])
     levels = torch.tensor(_LEVELS[kind], device=code.device)
     return levels.index_select(0, code.reshape(-1).to(torch.int32)).view(code.shape)
 
@@ -106,7 +120,9 @@ def entry_scales(value: Tensor, kind: str) -> Tensor:
     return value.abs().amax(-1) / _LARGEST[kind]
 
 
-_LARGEST = {"e4m3": E4M3_MAX, "e2m1": E2M1_MAX, "int4": INT4_MAX}
+_LARGEST = {"e4m3": E4M3_MAX, "e2m1": E2M1_MAX, "int4": INT4_MAX, "int3": INT3_MAX, "int2": INT2_MAX}
+_OFFSETS = {"int4": 8.0, "int4_asymmetric": INT4_ASYMMETRIC_MAX, "int3": 4.0, "int2": INT2_MAX}
+"""Code of 0, for codes that are numbers with even steps."""
 _LEVELS = {
     "e2m1": (*E2M1_MAGNITUDES, *(-m for m in E2M1_MAGNITUDES)),
     "lloyd2": LLOYD2_LEVELS,
@@ -116,5 +132,7 @@ _ENCODERS: dict[str, Callable[[Tensor], Tensor]] = {
     "e2m1": round_e2m1,
     "int4": round_int4,
     "int4_asymmetric": round_int4_asymmetric,
+    "int3": round_int3,
+    "int2": round_int2,
     "lloyd2": round_lloyd2,
 }

@@ -11,3 +11,7 @@ class KernelBuildError(KernelError):
 
 class InstructionSetError(KernelError):
     """An instruction set that does not exist, or that this machine lacks."""
+
+
+class PageLayoutError(ValueError):
+    """A layout that asks for something that pages cannot hold."""

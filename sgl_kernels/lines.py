@@ -9,7 +9,7 @@ from sgl_kernels.page_layout import LANES, contraction_width
 
 def pack_lines(codes: Tensor, kind: str) -> Tensor:
     """(..., lanes, contraction) uint8 codes -> (..., bytes) uint8."""
-    bits, width = CODE_BITS[kind], contraction_width(kind)
+    width, bits = contraction_width(kind), CODE_BITS[kind]
     lanes, contraction = codes.shape[-2:]
     full, half = _groups(contraction, width)
     padded = width * full + width // 2 * half
@@ -27,7 +27,7 @@ def pack_lines(codes: Tensor, kind: str) -> Tensor:
 
 def unpack_lines(packed: Tensor, kind: str, lanes: int, contraction: int) -> Tensor:
     """(..., bytes) uint8 -> (..., lanes, contraction) uint8 codes."""
-    bits, width = CODE_BITS[kind], contraction_width(kind)
+    width, bits = contraction_width(kind), CODE_BITS[kind]
     full, half = _groups(contraction, width)
     lead = packed.shape[:-1]
     blocks = -(-lanes // LANES)

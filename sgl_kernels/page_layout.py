@@ -32,14 +32,24 @@ from functools import cached_property
 import torch
 
 from sgl_kernels.codes import CODE_BITS
+from sgl_kernels.errors import PageLayoutError
 
 ALIGNMENT = 64
 """Bytes on which every piece and every page starts: a cache line, and one line of codes."""
 LANES = 16
+STORED_KINDS = tuple(kind for kind, bits in CODE_BITS.items() if 8 % bits == 0)
+"""Kinds of codes that lines hold."""
 
 
 def contraction_width(kind: str) -> int:
-    """Codes of one dword: how many contraction indices a lane of a line holds."""
+    """Codes of one dword: how many contraction indices a lane of a line holds.
+
+    Raises:
+        PageLayoutError: codes of this kind cannot be stored, or there is no such kind.
+    """
+    if kind not in STORED_KINDS:
+        why = "has codes of 3 bits, which do not fill a byte" if CODE_BITS.get(kind) == 3 else "does not exist"
+        raise PageLayoutError(f"code kind {kind!r} {why}: a page can hold {', '.join(STORED_KINDS)}")
     return 32 // CODE_BITS[kind]
 
 
@@ -78,7 +88,11 @@ class KeyClass:
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """One piece: the keys and values of one layer and head."""
+    """One piece: the keys and values of one layer and head.
+
+    Raises:
+        PageLayoutError: a kind of code that pages cannot hold, as the 3 bits of "int3".
+    """
 
     basis: str
     """ "flat", "identity" or "reduced"."""
@@ -89,6 +103,10 @@ class HeadLayout:
     merged: bool
     channel_scales: bool = False
     """Whether keys have one scale per channel and `k_mean` holds midpoints, instead of a scale per class and entry."""
+
+    def __post_init__(self) -> None:
+        for kind in (*(c.kind for c in self.key_classes), self.value_kind):
+            contraction_width(kind)  # refuses what cannot be stored
 
     @property
     def key_channels(self) -> int:

@@ -189,9 +189,11 @@ CODE_VALUES = {
     "e2m1": np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]),
     "int4": np.arange(16) - 8.0,
     "int4_asymmetric": np.arange(16) - 7.5,
+    "int3": np.arange(8) - 4.0,
+    "int2": np.arange(4) - 1.5,
     "lloyd2": np.array([-1.510, -0.4528, 0.4528, 1.510]),
 }
-BITS = {kind: {256: 8, 16: 4, 4: 2}[len(table)] for kind, table in CODE_VALUES.items()}
+BITS = {kind: {256: 8, 16: 4, 8: 3, 4: 2}[len(table)] for kind, table in CODE_VALUES.items()}
 
 
 @dataclass(frozen=True)

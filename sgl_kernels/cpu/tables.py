@@ -18,7 +18,7 @@ def piece_table(layouts: Sequence[PageLayout], bases: CodecBases) -> Tensor:
     """(L, F, G, FIELDS) int64: for each layer, format and head where the parts of a page lie.
 
     Raises:
-        ValueError: a head has more key classes than the kernels take.
+        ValueError: a head has more key classes than the kernels take, or codes that they do not read.
     """
     g = layouts[0].geometry
     # Every head has as many floats in the lines of the reduced bases.
@@ -59,6 +59,9 @@ def _coded(head: HeadLayout, start: int, columns: int) -> list[int]:
     classes = head.key_classes
     if len(classes) > MAX_CLASSES:
         raise ValueError(f"{len(classes)} key classes: the compiled kernels take up to {MAX_CLASSES}")
+    for kind in (*(c.kind for c in classes), head.value_kind):
+        if kind not in CODES:
+            raise ValueError(f"code kind {kind!r}: the compiled kernels read {', '.join(CODES)}; use --csa2-impl reference")
     at = {name: start + offset for name, offset in head.offsets.items()}
     parts = [at[name] for name in ("k_codes0", "v_codes", "k_scales", "v_scales", "k_mean", "v_mean")]
     parts.append(at["bias"] if head.merged else -1)

@@ -12,6 +12,8 @@ from sgl_kernels.codes import (
     CODE_BITS,
     E2M1_MAX,
     E4M3_MAX,
+    INT2_MAX,
+    INT3_MAX,
     INT4_ASYMMETRIC_MAX,
     INT4_MAX,
     LLOYD2_BOUNDARY,
@@ -26,6 +28,8 @@ from sgl_kernels.codes import (
     encode_ue5m3,
     entry_scales,
     round_e2m1,
+    round_int2,
+    round_int3,
     round_int4,
     round_int4_asymmetric,
     round_lloyd2,
@@ -36,8 +40,20 @@ fixed = settings(derandomize=True, deadline=None, max_examples=200)
 BYTES = torch.arange(256, dtype=torch.uint8)
 UE5M3 = torch.from_numpy(UE5M3_VALUES)
 E4M3 = torch.from_numpy(E4M3_VALUES)
-ROUNDINGS = {"e2m1": round_e2m1, "int4": round_int4, "int4_asymmetric": round_int4_asymmetric}
-TOPS = {"e2m1": E2M1_MAX, "int4": INT4_MAX, "int4_asymmetric": INT4_ASYMMETRIC_MAX}
+ROUNDINGS = {
+    "e2m1": round_e2m1,
+    "int4": round_int4,
+    "int4_asymmetric": round_int4_asymmetric,
+    "int3": round_int3,
+    "int2": round_int2,
+}
+TOPS = {
+    "e2m1": E2M1_MAX,
+    "int4": INT4_MAX,
+    "int4_asymmetric": INT4_ASYMMETRIC_MAX,
+    "int3": INT3_MAX,
+    "int2": INT2_MAX,
+}
 
 
 def values_of(kind: str) -> torch.Tensor:
@@ -147,31 +163,31 @@ def test_e4m3_saturates_and_keeps_nan():
 
 
 @pytest.mark.parametrize("kind", ROUNDINGS)
-def test_every_4_bit_code_round_trips(kind):
+def test_every_code_of_few_bits_round_trips(kind):
     values = values_of(kind)
     assert values.double().tolist() == CODE_VALUES[kind].tolist()
-    codes = torch.arange(16, dtype=torch.uint8)
+    codes = torch.arange(1 << CODE_BITS[kind], dtype=torch.uint8)
     got = ROUNDINGS[kind](values)
     if kind == "e2m1":
         assert float(values[8]) == 0
         codes[8] = 0  # minus zero comes back as zero
-    if kind == "int4":
-        codes[0] = 1  # -8 is never written
+    if kind in ("int4", "int3"):
+        codes[0] = 1  # -8 and -4 are never written
     assert torch.equal(got, codes)
 
 
 @pytest.mark.parametrize("kind", ROUNDINGS)
-def test_4_bit_codes_round_to_nearest(kind):
+def test_codes_of_few_bits_round_to_nearest(kind):
     table = torch.from_numpy(CODE_VALUES[kind]).unique()
     table = table[table >= -TOPS[kind]]
     points = torch.cat((around_midpoints(table), every_half()))
     codes = ROUNDINGS[kind](points)
     assert codes.dtype == torch.uint8
-    assert int(codes.max()) <= 15
+    assert int(codes.max()) < 1 << CODE_BITS[kind]
     got = values_of(kind)[codes.int()].double()
-    # Two of them add a constant in fp32, to sums below 16: off by 2^-21 at most, or 2^-22 in the half steps of E2M1. So a
+    # Three of them add a constant in fp32, to sums below 16: off by 2^-21 at most, or 2^-22 in the half steps of E2M1. So a
     # value that close to a tie may take the other neighbour, which is farther by twice that.
-    slack = 0.0 if kind == "int4" else 2.0**-20
+    slack = 0.0 if kind in ("int4", "int3") else 2.0**-20
     error = (got - points.double()).abs()
     assert bool((error <= nearest_distance(points, table) + slack).all())
 
@@ -183,28 +199,29 @@ def test_e2m1_ties_go_away_from_zero():
 
 
 @pytest.mark.parametrize("kind", ROUNDINGS)
-def test_4_bit_codes_saturate(kind):
+def test_codes_of_few_bits_saturate(kind):
     far = torch.tensor([TOPS[kind] + 0.1, 100.0, 3e38, math.inf])
     assert values_of(kind)[ROUNDINGS[kind](far).int()].tolist() == [TOPS[kind]] * 4
     assert values_of(kind)[ROUNDINGS[kind](-far).int()].tolist() == [-TOPS[kind]] * 4
 
 
-@pytest.mark.parametrize("kind", ["e2m1", "int4"])
+@pytest.mark.parametrize("kind", ["e2m1", "int4", "int3"])
 def test_zero_and_denormals_are_exact_zero(kind):
     tiny = torch.tensor([0.0, -0.0, 1e-45, -1e-45, 2.0**-126, -(2.0**-126)])
     assert bool((values_of(kind)[ROUNDINGS[kind](tiny).int()] == 0).all())
 
 
-def test_the_unused_int4_code_is_never_written():
-    assert int(round_int4(every_half()).min()) == 1
+@pytest.mark.parametrize("rounding", [round_int4, round_int3])
+def test_the_unused_integer_code_is_never_written(rounding):
+    assert int(rounding(every_half()).min()) == 1
 
 
-def test_every_2_bit_code_round_trips():
+def test_every_lloyd_code_round_trips():
     assert values_of("lloyd2").tolist() == CODE_VALUES["lloyd2"].astype("float32").tolist()
     assert round_lloyd2(values_of("lloyd2")).tolist() == [0, 1, 2, 3]
 
 
-def test_2_bit_codes_round_to_nearest_and_saturate():
+def test_lloyd_codes_round_to_nearest_and_saturate():
     table = torch.tensor(LLOYD2_LEVELS, dtype=torch.float64)
     points = torch.cat((around_midpoints(table), every_half()))
     codes = round_lloyd2(points)
@@ -216,7 +233,7 @@ def test_2_bit_codes_round_to_nearest_and_saturate():
     assert round_lloyd2(torch.tensor([math.inf, -math.inf, 3e38, -3e38])).tolist() == [3, 0, 3, 0]
 
 
-def test_2_bit_levels_are_the_best_for_a_normal_distribution():
+def test_lloyd_levels_are_the_best_for_a_normal_distribution():
     """Max's conditions: a border is the middle of its levels, a level the mean of what is rounded to it."""
     inner, outer = LLOYD2_LEVELS[2:]
     assert pytest.approx(LLOYD2_BOUNDARY, abs=3e-4) == (inner + outer) / 2
@@ -243,7 +260,8 @@ def test_codes_of_any_shape_decode_to_their_values(kind, shape, last, seed):
     assert values.shape == codes.shape
     assert torch.equal(values, torch.from_numpy(CODE_VALUES[kind]).float()[codes.int()])
     again = encode_codes(values, kind)
-    assert torch.equal(decode_codes(again, kind), values.clamp(min=-7.0) if kind == "int4" else values)
+    lowest = {"int4": -7.0, "int3": -3.0}.get(kind)
+    assert torch.equal(decode_codes(again, kind), values if lowest is None else values.clamp(min=lowest))
 
 
 def test_every_kind_has_a_table_and_its_bits():
@@ -251,14 +269,31 @@ def test_every_kind_has_a_table_and_its_bits():
 
 
 @fixed
-@given(st.sampled_from(["e4m3", "e2m1", "int4", "lloyd2"]), st.integers(1, 40), st.integers(0, 2**31), st.floats(1e-6, 1e6))
+@given(
+    st.sampled_from(["e4m3", "e2m1", "int4", "int3", "int2", "lloyd2"]),
+    st.integers(1, 40),
+    st.integers(0, 2**31),
+    st.floats(1e-6, 1e6),
+)
 def test_the_scale_of_an_entry(kind, channels, seed, size):
     """The largest value becomes the largest code; the levels of two bits are in units of the root mean square."""
     x = torch.randn(3, channels, generator=torch.Generator().manual_seed(seed)) * size
     scale = entry_scales(x, kind)
     assert scale.shape == (3,)
     wide = x.double()
-    top = {"e4m3": 448, "e2m1": 6, "int4": 7}.get(kind)
+    top = {"e4m3": 448, "e2m1": 6, "int4": 7, "int3": 3, "int2": 1.5}.get(kind)
     want = wide.square().mean(-1).sqrt() if top is None else wide.abs().amax(-1) / top
     assert torch.allclose(scale.double(), want, rtol=(channels + 4) * 2.0**-24, atol=0)
     assert entry_scales(torch.zeros(2, 5), kind).tolist() == [0, 0]
+
+
+@fixed
+@given(st.sampled_from(["int4", "int3", "int2"]), st.integers(1, 40), st.integers(0, 2**31), st.floats(1e-3, 1e3))
+def test_a_row_of_integers_is_off_by_half_a_step(kind, channels, seed, size):
+    """Scale, rounding and decoding together, against float64: even steps of the largest magnitude over the largest code."""
+    x = torch.randn(3, channels, generator=torch.Generator().manual_seed(seed)) * size
+    scale = decode_ue5m3(encode_ue5m3(entry_scales(x, kind))).double().unsqueeze(-1)
+    back = decode_codes(encode_codes(x / scale.float(), kind), kind).double() * scale
+    # The stored scale is at least 16/17 of the wanted one, so the largest is clipped by no more than top / 16 of a step:
+    # 7/16 at most, less than half. The quotient and its sum with an offset are rounded in fp32, below 16: 2^-20 steps.
+    assert bool(((back - x.double()).abs() <= (0.5 + 2.0**-20) * scale).all())

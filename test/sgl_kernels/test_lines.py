@@ -8,10 +8,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sgl_kernels.codes import CODE_BITS
+from sgl_kernels.errors import PageLayoutError
 from sgl_kernels.lines import pack_lines, unpack_lines
-from sgl_kernels.page_layout import LANES, code_bytes, contraction_width
+from sgl_kernels.page_layout import LANES, STORED_KINDS, code_bytes, contraction_width
 
-KINDS = sorted(CODE_BITS)
+KINDS = sorted(STORED_KINDS)
 fixed = settings(derandomize=True, deadline=None, max_examples=150)
 shapes = st.tuples(st.lists(st.integers(0, 3), max_size=2), st.integers(1, 70), st.integers(1, 70))
 
@@ -111,3 +112,13 @@ def test_packing_leaves_its_input_alone_and_takes_strided_codes():
     assert torch.equal(codes, before)
     assert torch.equal(turned, pack_lines(codes.transpose(-1, -2).contiguous(), "int4"))
     assert LANES == 16
+
+
+def test_codes_of_3_bits_are_not_packed():
+    assert sorted({*KINDS, "int3"}) == sorted(CODE_BITS)
+    codes = some_codes("int3", 16, 16)
+    for refused in (lambda: pack_lines(codes, "int3"), lambda: unpack_lines(codes, "int3", 16, 16)):
+        with pytest.raises(PageLayoutError, match="codes of 3 bits, which do not fill a byte: a page can hold e4m3"):
+            refused()
+    with pytest.raises(PageLayoutError, match="'int5' does not exist"):
+        pack_lines(codes, "int5")

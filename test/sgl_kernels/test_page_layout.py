@@ -16,7 +16,9 @@ from hard_pages import (
     sealed_and_opened,
 )
 
-from sgl_kernels.page_codec.reference import open_pages, seal_pages
+from sgl_kernels.cpu.tables import piece_table
+from sgl_kernels.errors import PageLayoutError
+from sgl_kernels.page_codec.reference import Entries, open_pages, seal_pages
 from sgl_kernels.page_layout import KeyClass, PageGeometry, coded_layout, plain_layout, reduced_layout
 
 CLASSES = (KeyClass("int4", 24), KeyClass("lloyd2", 24))
@@ -162,3 +164,32 @@ def test_what_a_plain_page_says_of_itself():
     assert plain.layer_basis(0) == "identity"
     coded = coded_layout("fp8", "e4m3", "e4m3", g)
     assert [coded.layer_basis(layer) for layer in range(3)] == ["flat"] * 3
+
+
+def test_a_layout_with_3_bit_codes_is_refused():
+    g = PageGeometry(1, 1, 64, 64, torch.bfloat16)
+    for make in (
+        lambda: coded_layout("int3", "int3", "int4", g),
+        lambda: coded_layout("int3", "int4", "int3", g),
+        lambda: reduced_layout("reduced", ((KeyClass("int4", 24), KeyClass("int3", 24)),), "lloyd2", 1, g),
+    ):
+        with pytest.raises(PageLayoutError, match="'int3' has codes of 3 bits"):
+            make()
+
+
+def test_a_layout_with_integers_of_2_bits():
+    """No format of the ladder has them, but pages hold them: as many bytes as `lloyd2`, each channel off by half a step."""
+    g = PageGeometry(1, 2, 64, 64, torch.bfloat16)
+    layout, bases = coded_layout("int2", "int2", "int2", g), bases_of(g)
+    assert layout.page_bytes == coded_layout("lloyd2", "lloyd2", "lloyd2", g).page_bytes
+    x = normal(layout, 3, 1)
+    opened = open_pages(seal_pages(Entries(x, x, None), layout, bases), layout, bases)
+    wide = bases.flat.double()
+    y = x.double() @ wide
+    for got, mean in ((opened.keys, y.mean(-2, keepdim=True)), (opened.values, torch.zeros(1))):
+        # Scale: the largest of what the mean leaves, over 1.5, of a mean and a scale that are each stored off by 1/17 at
+        # most; 2^-10 is half the distance of E4M3's smallest numbers. Half a step; clipping loses less.
+        largest = ((y - mean).abs() + mean.abs() / 17 + 2.0**-10).amax(-1, keepdim=True)
+        assert bool(((got.double() @ wide - y).abs() <= largest / 1.5 * 18 / 17 / 2 + rounding_slack(x)).all())
+    with pytest.raises(ValueError, match="'int2': the compiled kernels read plain, e4m3"):
+        piece_table([layout], bases)
