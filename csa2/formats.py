@@ -14,6 +14,7 @@ from sgl_kernels.page_layout import (
     coded_layout,
     plain_layout,
     reduced_layout,
+    separate_keys,
 )
 
 PLAIN = 0
@@ -62,6 +63,11 @@ class FormatLadder:
         return self.layouts[0].geometry
 
     @property
+    def is_separated(self) -> bool:
+        """Whether coded pages hold keys without their rotation, and positions."""
+        return self.layouts[self.warm].is_separated
+
+    @property
     def end(self) -> int:
         """Index of the smallest format."""
         return len(self.layouts) - 1
@@ -93,6 +99,7 @@ def make_ladder(
     heads: tuple[HeadLayout, ...] = (),
     *,
     channel_scales: bool = False,
+    separated: bool = False,
 ) -> FormatLadder:
     """The ladder for one model: model dtype, FP8, 4 bits, then what `tail` names.
 
@@ -102,6 +109,7 @@ def make_ladder(
         shared: format of shared pages; None treats them like private ones.
         heads: the pieces of a `tail` with reduced channels.
         channel_scales: keys of the 4-bit rung have a scale per channel instead of one per entry.
+        separated: coded pages hold keys without their rotation, and positions.
 
     Raises:
         PageFormatError: a geometry that the codec cannot store, or a format that does not exist.
@@ -118,6 +126,8 @@ def make_ladder(
     layouts.append(coded_layout(kv_format, four_bit, four_bit, geometry, channel_scales=channel_scales))
     if tail in MERGE:
         layouts.append(PageLayout(tail, geometry, heads))
+    if separated:
+        layouts = [separate_keys(layout) for layout in layouts]
     ladder = FormatLadder(tuple(layouts), warm, warm, PLAIN)
     return FormatLadder(
         ladder.layouts,

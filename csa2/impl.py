@@ -3,7 +3,7 @@
 import functools
 from dataclasses import dataclass
 
-from csa2.options import Impl
+from csa2.options import Impl, RopeVariant
 
 
 @dataclass(frozen=True)
@@ -19,17 +19,20 @@ class Implementation:
 
 
 @functools.cache
-def resolve_impl(impl: Impl) -> Implementation:
-    """What `impl` means here; compiles the kernels when they are chosen and not compiled yet (about 20 s, once).
+def resolve_impl(impl: Impl, rope: RopeVariant = "rotated") -> Implementation:
+    """What `impl` means here for pages of variant `rope`.
 
-    "auto" is compiled code, and the torch reference where it cannot be compiled; then `fallback` is set and the caller
-    has to say so.
+    Compiles the kernels when they are chosen and not compiled yet (about 20 s, once). "auto" is compiled code, and the
+    torch reference where that cannot be compiled or does not read the pages; then `fallback` is set and the caller has to
+    say so.
 
     Raises:
         KernelBuildError: "cpu" was asked for and cannot be compiled.
     """
     if impl == "reference":
         return Implementation("reference", "torch")
+    if rope == "separated":
+        return Implementation("reference", "compiled code does not read --csa2-rope separated", fallback=True)
     # Here, because it imports torch and the options are also read where nothing is computed.
     from sgl_kernels.cpu import build
     from sgl_kernels.errors import KernelBuildError

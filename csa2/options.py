@@ -16,6 +16,7 @@ CodeFormat = Literal["fp4", "int4"]
 SharedFormat = Literal["bf16", "fp8", "k8v4", "fp4", "tail"]
 TailFormat = Literal["ratio", "bf16", "fp8", "k8v4"]
 KeyScale = Literal["entry", "channel"]
+RopeVariant = Literal["rotated", "separated"]
 Impl = Literal["auto", "reference", "cpu", "cuda"]
 
 RATIOS: tuple[str, ...] = get_args(Ratio)
@@ -23,6 +24,7 @@ CODE_FORMATS: tuple[str, ...] = get_args(CodeFormat)
 SHARED_FORMATS: tuple[str, ...] = get_args(SharedFormat)
 TAIL_FORMATS: tuple[str, ...] = get_args(TailFormat)
 KEY_SCALES: tuple[str, ...] = get_args(KeyScale)
+ROPE_VARIANTS: tuple[str, ...] = get_args(RopeVariant)
 IMPLS: tuple[str, ...] = get_args(Impl)
 
 SERVED_RATIOS = ("1", "2", "4", "8")
@@ -42,6 +44,7 @@ class CacheOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     key_scale: KeyScale = "entry"
     protect_tokens: int = 64
     calibration: str | None = None
+    rope: RopeVariant = "rotated"
     impl: Impl = "auto"
 
     @property
@@ -67,6 +70,7 @@ class CacheOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         _one_of("--csa2-shared-format", self.shared_format, SHARED_FORMATS)
         _one_of("--csa2-tail-format", self.tail_format, TAIL_FORMATS)
         _one_of("--csa2-key-scale", self.key_scale, KEY_SCALES)
+        _one_of("--csa2-rope", self.rope, ROPE_VARIANTS)
         _one_of("--csa2-impl", self.impl, IMPLS)
         _ = self.arena_bytes
         if self.ratio not in SERVED_RATIOS:
@@ -83,6 +87,11 @@ class CacheOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             raise OptionError(
                 f"--csa2-impl {self.impl} is not available in this version: there are no kernels for it yet. "
                 f"Use --csa2-impl cpu or leave the option out"
+            )
+        if self.rope == "separated" and self.impl == "cpu":
+            raise OptionError(
+                "--csa2-rope separated cannot be combined with --csa2-impl cpu: compiled code reads rotated keys only. Use "
+                "--csa2-impl reference, or leave one of them out"
             )
         for name, value in (
             ("--csa2-hot-tokens", self.hot_tokens),

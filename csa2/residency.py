@@ -45,6 +45,8 @@ class PageFacts:
     """int16 slots written since the page was mapped."""
     reader: Tensor
     """int64 reader of the page, the last one, -1 if none; see `QuerySamples.readers`."""
+    position: Tensor
+    """int64 position of the page's first token in its sequence, -1 where nobody said."""
 
     @classmethod
     def empty(cls, num_virtual_pages: int) -> "PageFacts":
@@ -55,6 +57,7 @@ class PageFacts:
             first=torch.zeros(num_virtual_pages, dtype=torch.bool),
             written=torch.zeros(num_virtual_pages, dtype=torch.int16),
             reader=torch.full((num_virtual_pages,), -1, dtype=torch.int64),
+            position=torch.full((num_virtual_pages,), -1, dtype=torch.int64),
         )
 
     def forget(self, pages: Tensor) -> None:
@@ -64,6 +67,7 @@ class PageFacts:
         self.first[pages] = False
         self.written[pages] = 0
         self.reader[pages] = -1
+        self.position[pages] = -1
 
 
 @dataclass(frozen=True)

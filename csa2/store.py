@@ -1,6 +1,7 @@
 """The page store: virtual pages with their bytes, formats and facts; sealing, demotion and the accounting of both."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from csa2.codec.queries import QuerySamples
 from csa2.errors import IntegrityError
 from csa2.formats import PLAIN, UNMAPPED, FormatLadder
 from csa2.residency import PageFacts, demotion_steps, sealed_format
+from sgl_kernels.page_codec.positions import gather_first_positions
 from sgl_kernels.page_codec.reference import Entries
 
 CODEC_BATCH_PAGES = 8
@@ -81,11 +83,15 @@ class PageStore:
         self.facts.forget(torch.arange(1, self.arena.formats.numel()))
         self.samples.clear()
 
-    def record_writes(self, slots: Tensor) -> None:
+    def record_writes(self, slots: Tensor, positions: Tensor | None = None) -> None:
         """Note that the virtual token `slots` (T,) of plain pages are written in this forward pass.
 
+        Args:
+            positions: (T,) int64 at which their keys are rotated; needed where the ladder separates them from their keys.
+
         Raises:
-            IntegrityError: a slot lies in a page that is not mapped, or already compressed.
+            IntegrityError: a slot lies in a page that is not mapped, or already compressed, or at a position that does not
+                follow from where its page begins.
         """
         pages = slots // self.page_size
         if bool((self.arena.formats[pages] != PLAIN).any()):
@@ -95,6 +101,8 @@ class PageStore:
             raise IntegrityError(f"write to {what} page {int(bad)}: only plain pages take new tokens")
         self.facts.written.index_add_(0, pages, torch.ones_like(pages, dtype=torch.int16))
         self.facts.written[0] = 0
+        if self.ladder.is_separated:
+            self._record_positions(slots, positions)
 
     def touch(self, pages: Tensor, readers: Tensor) -> None:
         """Note that `pages` (n,) are read in this forward pass by `readers` (n,), see `QuerySamples.readers`."""
@@ -158,7 +166,12 @@ class PageStore:
     def read(self, pages: Tensor) -> Entries:
         """Entries of mapped `pages` (n,), all of one format, in the model's own basis; heads is L x G."""
         index = int(self.arena.formats[pages[0]])
-        return self.codec.open(self.arena.read_pages(index, pages), self.ladder.layouts[index])
+        entries = self.codec.open(self.arena.read_pages(index, pages), self.ladder.layouts[index])
+        if self.ladder.is_separated and index == PLAIN:
+            slots = torch.arange(self.page_size)
+            positions = (self.facts.position[pages, None] + slots)[:, None]
+            entries = replace(entries, positions=positions.expand(entries.keys.shape[:-1]))
+        return entries
 
     def check_integrity(self) -> None:
         """Recompute the accounting from the page table.
@@ -174,6 +187,36 @@ class PageStore:
             raise IntegrityError("a page has more writes than slots")
         if bool((self.facts.written[self.arena.formats == UNMAPPED] != 0).any()):
             raise IntegrityError("an unmapped page has writes")
+        if self.ladder.is_separated:
+            self._check_positions()
+
+    def _record_positions(self, slots: Tensor, positions: Tensor | None) -> None:
+        """Note where the pages of `slots` (T,) begin, whose tokens stand at `positions` (T,)."""
+        if positions is None:
+            raise IntegrityError("keys are separated from positions that nobody gave")
+        used = slots >= self.page_size  # not the padding page
+        pages, begin = slots[used] // self.page_size, (positions - slots % self.page_size)[used]
+        known = self.facts.position[pages]
+        self.facts.position[pages] = begin
+        wrong = (begin % self.page_size != 0) | ((known >= 0) & (known != begin)) | (self.facts.position[pages] != begin)
+        if bool(wrong.any()):
+            i = int(torch.nonzero(wrong)[0])
+            raise IntegrityError(
+                f"a token that would make page {int(pages[i])} begin at position {int(begin[i])} is written to it, where "
+                f"others begin at {int(known[i])} (-1: none), and every page at a multiple of {self.page_size}"
+            )
+
+    def _check_positions(self) -> None:
+        """Every page with tokens knows where it begins, and a compressed one says the same."""
+        if bool((self.facts.position[self.facts.written > 0] < 0).any()):
+            raise IntegrityError("a page with tokens has no position")
+        for index, layout in enumerate(self.ladder.layouts):
+            if not layout.is_separated:
+                continue
+            pages = torch.nonzero(self.arena.formats == index).squeeze(-1)
+            stored = gather_first_positions(self.arena.buffer, self.arena.offsets[pages], layout)
+            if not torch.equal(stored, self.facts.position[pages]):
+                raise IntegrityError(f"a {layout.name} page holds another position than was recorded for it")
 
     def _reencode(self, pages: Tensor, target: Tensor) -> int:
         """Re-encode full `pages` (n,), each to its own `target` format, as far as slabs allow; the number re-encoded.

@@ -15,3 +15,7 @@ class InstructionSetError(KernelError):
 
 class PageLayoutError(ValueError):
     """A layout that asks for something that pages cannot hold."""
+
+
+class KernelLayoutError(KernelError):
+    """A page layout that the compiled kernels cannot read."""

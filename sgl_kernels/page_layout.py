@@ -13,6 +13,14 @@ groups of merged tokens) a piece holds, in this order:
 
 Scales are unsigned E5M3 bytes, means E4M3, biases unsigned steps of 1/16 nat.
 
+Keys are *rotated* at their positions, or *separated* from them: un-rotated, so that whoever reads them puts the rotation
+back. A page with separated keys goes on behind its pieces with
+
+    position of the first token of the page (int32, little endian)     offsets of all pieces, (E,) each, if any is merged
+
+and is padded to 64 bytes. Offsets are unsigned bytes: entry e lies that many tokens after the first one; in pages that are
+not merged e of them.
+
 Codes lie in *lines* of 64 bytes: 16 lanes of one dword, each with the codes of 4, 8 or 16 (8, 4 or 2 bits) consecutive
 contraction indices, index 4 j + b of them in byte b at the j-th bit field from below. Keys have the entry in the lane and
 contract over channels; values have the channel in the lane and contract over entries. Lines are ordered by contraction
@@ -26,7 +34,7 @@ own basis with all channels, so what is left out lives on in it. Values always h
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -39,6 +47,8 @@ ALIGNMENT = 64
 LANES = 16
 STORED_KINDS = tuple(kind for kind, bits in CODE_BITS.items() if 8 % bits == 0)
 """Kinds of codes that lines hold."""
+POSITION_BYTES = 4
+"""Of the position of the first token of a separated page."""
 
 
 def contraction_width(kind: str) -> int:
@@ -153,6 +163,8 @@ class PageLayout:
     geometry: PageGeometry
     heads: tuple[HeadLayout, ...]
     """L x G pieces, layer-major; empty for a plain page."""
+    is_separated: bool = False
+    """Whether keys are stored without their rotation, positions beside them."""
 
     @property
     def is_plain(self) -> bool:
@@ -169,6 +181,13 @@ class PageLayout:
         """Whether entries of some head are groups of tokens, with a bias each."""
         return any(head.merged for head in self.heads)
 
+    @property
+    def position_bytes(self) -> int:
+        """Bytes of the positions of a separated page, from `piece_offsets[-1]` on, padding left out."""
+        if not self.is_separated:
+            return 0
+        return POSITION_BYTES + (sum(head.entries for head in self.heads) if self.is_merged else 0)
+
     @cached_property
     def piece_offsets(self) -> tuple[int, ...]:
         """Start of each piece in the page, L x G + 1 of them."""
@@ -182,11 +201,11 @@ class PageLayout:
         """Bytes of one page."""
         if self.is_plain:
             return self.geometry.layer_elements * self.geometry.dtype.itemsize * self.geometry.num_layers
-        return self.piece_offsets[-1]
+        return self.piece_offsets[-1] + -(-self.position_bytes // ALIGNMENT) * ALIGNMENT
 
     @property
     def metadata_bytes(self) -> int:
-        """Bytes of a page that are neither codes nor values: scales, means, biases, padding."""
+        """Bytes of a page that are neither codes nor values: scales, means, biases, positions, padding."""
         return 0 if self.is_plain else self.page_bytes - sum(head.value_bits for head in self.heads) // 8
 
     def layer_range(self, layer: int) -> tuple[int, int]:
@@ -206,6 +225,10 @@ class PageLayout:
     def layer_basis(self, layer: int) -> str:
         """Basis of the keys of a layer, the same for its heads; a plain page has "identity"."""
         return "identity" if self.is_plain else self.layer_heads(layer)[0].basis
+
+    def folds_keys(self, layer: int) -> bool:
+        """Whether queries can be turned into the flat basis instead of the keys of a layer out of it."""
+        return self.layer_basis(layer) == "flat" and not self.is_separated
 
     @cached_property
     def head_groups(self) -> tuple[tuple[HeadLayout, tuple[int, ...]], ...]:
@@ -267,6 +290,11 @@ def identity_head(key_kind: str, value_kind: str, geometry: PageGeometry, merge:
     entries = geometry.page_size // merge
     classes = _all(kind, geometry)
     return HeadLayout("identity", entries, geometry.head_dim, classes, value_kind, merged=merge > 1, channel_scales=True)
+
+
+def separate_keys(layout: PageLayout) -> PageLayout:
+    """`layout` with keys stored without their rotation; a plain page has none to lose."""
+    return layout if layout.is_plain else replace(layout, is_separated=True)
 
 
 def _all(kind: str, geometry: PageGeometry) -> tuple[KeyClass, ...]:

@@ -34,6 +34,7 @@ from torch import Tensor
 
 from sgl_kernels.page_codec.reference import CodecBases
 from sgl_kernels.page_layout import HeadLayout, PageLayout
+from sgl_kernels.rope import Rope
 
 U32 = 2.0**-24
 """Unit roundoff of fp32."""
@@ -207,6 +208,28 @@ class Opened:
     """(N, L x G, D) in the basis in which they are stored."""
     value_means: Tensor
     """(N, L x G, D) in the flat basis."""
+    positions: Tensor | None = None
+    """(N, L x G, E) of separated keys."""
+
+
+def rotated(keys: Tensor, positions: Tensor, rope: Rope) -> Tensor:
+    """float64 `keys` (..., E, D) at `positions` (..., E): each pair a complex number, turned by the angle position x
+    frequency."""
+    out = keys.double().clone()
+    for (a, b), frequency in zip(rope.pairs, rope.frequencies.tolist(), strict=True):
+        angle = positions.double() * frequency
+        turned = torch.complex(out[..., a], out[..., b]) * torch.polar(torch.ones_like(angle), angle)
+        out[..., a], out[..., b] = turned.real, turned.imag
+    return out
+
+
+def rotation_slack(x: Tensor) -> Tensor:
+    """(..., E) fp32 rounding of one turn of keys `x` (..., E, D), as an L2 norm.
+
+    Of a pair (a, b): cosine and sine are rounded once, so are both products and their sum; each time at most U times
+    |a| + |b|, which is at most sqrt(2) of the pair's norm, in both channels: 3 sqrt(2) sqrt(2) U.
+    """
+    return 6 * U32 * x.double().norm(dim=-1)
 
 
 @cache
@@ -261,7 +284,25 @@ def open_by_the_letter(packed: Tensor, layout: PageLayout, bases: CodecBases) ->
             whole[:, index] = part
         start = end
     keys, values, bias, key_means, value_means = map(torch.from_numpy, opened)
-    return Opened(keys, values, bias if layout.is_merged else None, key_means, value_means)
+    positions = None
+    if layout.is_separated:
+        assert bases.rope is not None
+        positions = _positions_by_the_letter(packed, layout, start)
+        keys = rotated(keys, positions, bases.rope)
+    return Opened(keys, values, bias if layout.is_merged else None, key_means, value_means, positions)
+
+
+def _positions_by_the_letter(packed: Tensor, layout: PageLayout, end: int) -> Tensor:
+    """(N, L x G, E) positions of separated pages, whose pieces end at byte `end`."""
+    first = packed[:, end : end + 4].numpy().astype(np.int64) @ (256 ** np.arange(4))
+    offsets = np.zeros((packed.shape[0], len(layout.heads), layout.entries), dtype=np.int64)
+    start = end + 4
+    for index, head in enumerate(layout.heads):
+        offsets[:, index, : head.entries] = np.arange(head.entries)
+        if layout.is_merged:
+            offsets[:, index, : head.entries] = packed[:, start : start + head.entries].numpy()
+            start += head.entries
+    return torch.from_numpy(first[:, None, None] + offsets)
 
 
 def _open_piece(

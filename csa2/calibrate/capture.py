@@ -13,7 +13,9 @@ from torch import Tensor
 from csa2.calibrate.offline import attend, joined, rows
 from csa2.codec.channels import Rotation, make_rotation
 from csa2.codec.queries import QuerySamples
+from csa2.codec.rope import make_rope
 from csa2.errors import CalibrationError
+from sgl_kernels.rope import Rope
 
 _NAME = "csa2_capture"
 
@@ -117,6 +119,15 @@ class CapturedModel:
         parameters = getattr(config, "rope_parameters", None) or {}
         share = parameters.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0
         return make_rotation(int(head_dim * share), neox=True)
+
+    def rope(self, head_dim: int) -> Rope:
+        """How fast they rotate.
+
+        Raises:
+            OptionError: in a way that keys cannot be separated from.
+        """
+        parameters = getattr(self.model.config.get_text_config(), "rope_parameters", None) or {}
+        return make_rope(self.rotation(head_dim), parameters)
 
 
 def _gradient(output: Tensor) -> Tensor:

@@ -15,13 +15,14 @@ def rows(keys: Tensor, values: Tensor, start: int, stop: int) -> Entries:
 
 
 def pages(keys: Tensor, values: Tensor, first: int, last: int, size: int) -> Entries:
-    """Pages `first` to `last` of keys and values (G, T, D), uncompressed: (N, G, S, D) fp32."""
+    """Pages `first` to `last` of keys and values (G, T, D), uncompressed: (N, G, S, D) fp32, with their positions."""
 
     def cut(x: Tensor) -> Tensor:
         part = x[:, first * size : last * size].float()
         return part.reshape(x.shape[0], last - first, size, x.shape[2]).transpose(0, 1).contiguous()
 
-    return Entries(cut(keys), cut(values), None)
+    positions = torch.arange(first * size, last * size, device=keys.device).view(-1, 1, size)
+    return Entries(cut(keys), cut(values), None, positions.expand(-1, keys.shape[0], -1))
 
 
 def sequence(of_pages: Entries) -> Entries:

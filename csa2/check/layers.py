@@ -6,6 +6,7 @@ the end.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -31,9 +32,10 @@ def layer_errors(
     identity_layers: Sequence[int],
     calibration: Path | None = None,
 ) -> dict[str, list[float]]:
-    """Relative error of the attention output per layer, by format; uncompressed ones are left out.
+    """Relative error of the attention output per layer, by row; uncompressed ones are left out.
 
     Args:
+        formats: names of rows, see `check.formats`.
         tokens: of one document; those of the step after `context` are the queries.
         identity_layers: as the engine reports them.
         calibration: folder that the engines were started with.
@@ -50,7 +52,8 @@ def layer_errors(
     errors: dict[str, list[float]] = {}
     for name in names:
         options = cache_options(name)
-        codec, ladder = codec_and_ladder(options, geometry, captured.rotation(d), known)
+        rope = captured.rope(d) if options.rope == "separated" else None
+        codec, ladder = codec_and_ladder(options, geometry, captured.rotation(d), known, rope)
         found = []
         for index, layer in enumerate(layers):
             part, layouts = layer_of(codec, ladder, index)
@@ -67,8 +70,9 @@ def layer_of(codec: PageCodec, ladder: FormatLadder, layer: int) -> tuple[PageCo
     marked = (0,) if layer in whole.identity_layers else ()
     geometry = PageGeometry(1, whole.num_kv_heads, whole.head_dim, whole.page_size, whole.dtype, marked)
     reduced = codec.bases.reduced
-    bases = CodecBases(codec.bases.flat, None if reduced is None else reduced[heads])
-    return PageCodec(bases), tuple(PageLayout(layout.name, geometry, layout.heads[heads]) for layout in ladder.layouts)
+    bases = CodecBases(codec.bases.flat, None if reduced is None else reduced[heads], codec.bases.rope)
+    layouts = tuple(replace(layout, geometry=geometry, heads=layout.heads[heads]) for layout in ladder.layouts)
+    return PageCodec(bases), layouts
 
 
 def _compressed(

@@ -22,12 +22,12 @@ def draw(path: Path, rows: Sequence[FormatResult], layers: Mapping[str, Sequence
 
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     by_position, by_layer = figure.subplots(1, 2)
-    colours = {row.format: f"C{i}" for i, row in enumerate(rows)}
+    colours = {row.name: f"C{i}" for i, row in enumerate(rows)}
     style: dict[str, Any] = {"marker": "o", "markersize": 3}
     for row in rows:
         positions = [context + BLOCK_TOKENS * (i + 0.5) for i in range(len(row.kl_nats_by_position))]
         values = [max(LEAST_NATS, value) for value in row.kl_nats_by_position]
-        by_position.plot(positions, values, label=row.format, color=colours[row.format], **style)
+        by_position.plot(positions, values, label=row.name, color=colours[row.name], **style)
     by_position.set(xlabel="position (tokens)", ylabel="KL (nats)", title="Divergence by position", yscale="log")
     for name, errors in layers.items():
         by_layer.plot(range(len(errors)), errors, color=colours[name], **style)

@@ -54,7 +54,7 @@ class Record(msgspec.Struct, kw_only=True):
     def add(
         self, name: str, full: Measured, packed: Measured, documents: Sequence[Sequence[int]], decode: Decode
     ) -> FormatResult:
-        """Compute and keep the row of format `name`. `documents` are token ids, in the order of the entries."""
+        """Compute and keep the row called `name`. `documents` are token ids, in the order of the entries."""
         names = [entry.name for entry in self.documents]
         row = make_result(name, names, full, packed)
         self.perplexity_full = perplexity(full.scores)

@@ -24,7 +24,7 @@ def render_table(rows: Sequence[FormatResult]) -> str:
 def _cells(row: FormatResult) -> tuple[str, ...]:
     error, recall, share = row.ppl_se_pct, row.copy_recall_pct, row.copy_recall_of_full_pct
     return (
-        row.format,
+        row.name,
         f"{row.bytes_fraction_compressed:.4f}",
         f"{row.bytes_fraction_total:.3f}",
         f"{row.ppl_increase_pct:+.2f}",
@@ -61,8 +61,8 @@ def render_advice(rows: Sequence[FormatResult], failed: FormatResult, minimum_pc
     steps = (
         "calibration data: calibrate on text like the text you serve, none of it among the documents measured here"
         if calibrated
-        else f"calibration data: {failed.format} uses none",
-        f"ratio: {next_best.format} reaches the agreement asked for, at {next_best.bytes_fraction_compressed:.3f} of bf16"
+        else f"calibration data: {failed.name} uses none",
+        f"ratio: {next_best.name} reaches the agreement asked for, at {next_best.bytes_fraction_compressed:.3f} of bf16"
         if next_best
         else "ratio: no format measured here reaches it; measure one with more bytes (k8v4, fp8)",
         f"position handling: the divergence is {early:.4f} nats in the first half of the scored tokens and {late:.4f} in "
@@ -70,11 +70,9 @@ def render_advice(rows: Sequence[FormatResult], failed: FormatResult, minimum_pc
         f"settings of the model",
         "scorer weights: train the scorer again if loss sits in few layers (see the picture)"
         if calibrated
-        else f"scorer weights: {failed.format} merges no tokens and uses none",
+        else f"scorer weights: {failed.name} merges no tokens and uses none",
     )
-    head = (
-        f"{failed.format}: agreement {failed.top1_agreement_pct:.2f} % is under {minimum_pct:g} %. Look, in this order, at"
-    )
+    head = f"{failed.name}: agreement {failed.top1_agreement_pct:.2f} % is under {minimum_pct:g} %. Look, in this order, at"
     return "\n".join([head, *(f"  {i}. {step}" for i, step in enumerate(steps, 1))])
 
 

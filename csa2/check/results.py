@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
+from csa2.check.formats import row_name, split_name
 from csa2.check.metrics import (
     Floats,
     TokenScores,
@@ -44,6 +45,8 @@ class FormatResult(msgspec.Struct, frozen=True, kw_only=True):
     """One row of the report. Per cent are of 100, bytes of bf16, divergences in nats."""
 
     format: str
+    variant: str
+    """How pages hold keys: as `--csa2-rope` of the engine says."""
     bytes_fraction_compressed: float
     """Bytes of a page in this format over those of a bf16 page."""
     bytes_fraction_total: float
@@ -65,6 +68,11 @@ class FormatResult(msgspec.Struct, frozen=True, kw_only=True):
     documents: list[DocumentResult]
 
     @property
+    def name(self) -> str:
+        """What the row is called: the format, and the variant if it is not the default."""
+        return row_name(self.format, self.variant)
+
+    @property
     def copy_recall_of_full_pct(self) -> float | None:
         """Recall with the full cache's as 100."""
         if self.copy_recall_pct is None or not self.copy_recall_full_pct:
@@ -73,7 +81,7 @@ class FormatResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def make_result(name: str, documents: Sequence[str], full: Measured, packed: Measured) -> FormatResult:
-    """The row of format `name` over `documents`.
+    """The row called `name` over `documents`.
 
     Raises:
         CheckError: the two engines scored different tokens.
@@ -83,9 +91,11 @@ def make_result(name: str, documents: Sequence[str], full: Measured, packed: Mea
     divergences = [divergence_nats(a, b) for a, b in pairs]
     same = [agreements(a, b) for a, b in pairs]
     increase = perplexity_increase_pct(losses)
-    compressed, total = byte_fractions(name, packed.stats)
+    page_format, variant = split_name(name)
+    compressed, total = byte_fractions(page_format, packed.stats)
     return FormatResult(
-        format=name,
+        format=page_format,
+        variant=variant,
         bytes_fraction_compressed=compressed,
         bytes_fraction_total=total,
         ppl_increase_pct=increase.value,

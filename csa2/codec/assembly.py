@@ -8,6 +8,7 @@ from csa2.codec.codec import PageCodec, make_codec
 from csa2.formats import MERGE, FormatLadder, check_geometry, even_heads, make_ladder
 from csa2.options import CacheOptions
 from sgl_kernels.page_layout import HeadLayout, PageGeometry
+from sgl_kernels.rope import Rope
 
 
 @dataclass(frozen=True)
@@ -20,9 +21,16 @@ class HeadCalibration:
 
 
 def codec_and_ladder(
-    options: CacheOptions, geometry: PageGeometry, rotation: Rotation, known: HeadCalibration | None
+    options: CacheOptions,
+    geometry: PageGeometry,
+    rotation: Rotation,
+    known: HeadCalibration | None,
+    rope: Rope | None = None,
 ) -> tuple[PageCodec, FormatLadder]:
     """Codec and ladder of `options`. Without a calibration every head gets the same bytes.
+
+    Args:
+        rope: how keys rotate; needed where the options separate them from their positions.
 
     Raises:
         PageFormatError: a geometry that the codec cannot store.
@@ -38,7 +46,7 @@ def codec_and_ladder(
         if known is not None:
             heads = known.losses.heads(heads, geometry)
             classes = tuple(() if head.basis == "identity" else head.key_classes for head in heads)
-    codec = make_codec(geometry, rotation, classes, orders)
+    codec = make_codec(geometry, rotation, classes, orders, rope)
     ladder = make_ladder(
         geometry,
         options.kv_format,
@@ -46,5 +54,6 @@ def codec_and_ladder(
         None if options.shared_format == "tail" else options.shared_format,
         heads,
         channel_scales=options.key_scale == "channel",
+        separated=options.rope == "separated",
     )
     return codec, ladder

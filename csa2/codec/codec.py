@@ -13,6 +13,7 @@ from csa2.formats import HeadClasses
 from sgl_kernels.basis import orthonormal_basis
 from sgl_kernels.page_codec.reference import CodecBases, Entries, open_pages, seal_pages
 from sgl_kernels.page_layout import PageGeometry, PageLayout
+from sgl_kernels.rope import Rope
 
 
 @dataclass(frozen=True)
@@ -23,17 +24,19 @@ class PageCodec:
 
     def to(self, device: torch.device | str) -> "PageCodec":
         """This codec on `device`."""
-        reduced = self.bases.reduced
-        bases = CodecBases(self.bases.flat.to(device), None if reduced is None else reduced.to(device))
-        return PageCodec(bases)
+        flat, reduced, rope = self.bases.flat.to(device), self.bases.reduced, self.bases.rope
+        return PageCodec(
+            CodecBases(flat, None if reduced is None else reduced.to(device), None if rope is None else rope.to(device))
+        )
 
     def seal(self, entries: Entries, layout: PageLayout, queries: Tensor | None = None) -> Tensor:
         """(N, page_bytes) uint8: full pages in a coded format, heads merged first that have fewer entries there.
 
         Args:
+            entries: rotated keys, with their positions if `layout` separates them.
             queries: (N, L x G, M, D) sample of queries to each page, softmax scale included; a page without one has zeros.
         """
-        entries = Entries(finite(entries.keys), finite(entries.values), entries.bias)
+        entries = Entries(finite(entries.keys), finite(entries.values), entries.bias, entries.positions)
         observed = observed_attention(entries, queries)
         if layout.is_merged:
             importance = attention_share(entries, observed) * entries.values.norm(dim=-1)
@@ -51,14 +54,20 @@ class PageCodec:
 
 
 def make_codec(
-    geometry: PageGeometry, rotation: Rotation, classes: HeadClasses, orders: list[list[int]] | None = None
+    geometry: PageGeometry,
+    rotation: Rotation,
+    classes: HeadClasses,
+    orders: list[list[int]] | None = None,
+    rope: Rope | None = None,
 ) -> PageCodec:
     """The codec of a model.
 
     Args:
         classes: key classes of each of the L x G heads in the reduced format; empty for one that keeps the identity basis.
         orders: for each head its channels, the most important first; None: the slowest rotary pairs first.
+        rope: how keys rotate, for formats that separate them from their positions.
     """
     if orders is None:
         orders = [rotation.prior_order(geometry.head_dim)] * len(classes)
-    return PageCodec(CodecBases(orthonormal_basis(geometry.head_dim), reduced_bases(classes, orders, geometry.head_dim)))
+    reduced = reduced_bases(classes, orders, geometry.head_dim)
+    return PageCodec(CodecBases(orthonormal_basis(geometry.head_dim), reduced, rope))

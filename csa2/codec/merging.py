@@ -32,24 +32,23 @@ def merge_heads(entries: Entries, importance: Tensor, groups: Sequence[int]) -> 
     merged = {}
     for count in set(groups):
         heads = [head for head, own in enumerate(groups) if own == count]
-        bias = None if entries.bias is None else entries.bias[:, heads]
-        part = Entries(entries.keys[:, heads], entries.values[:, heads], bias)
+        part = _heads(entries, heads)
         if count < entries.keys.shape[-2]:
             part = merge_entries(part, importance[:, heads], count)
-        merged.update({head: _head(part, place) for place, head in enumerate(heads)})
+        merged.update({head: _heads(part, [place]) for place, head in enumerate(heads)})
     return side_by_side([merged[head] for head in range(len(groups))])
 
 
-def _head(entries: Entries, head: int) -> Entries:
-    only = slice(head, head + 1)
-    return Entries(entries.keys[:, only], entries.values[:, only], None if entries.bias is None else entries.bias[:, only])
+def _heads(entries: Entries, heads: list[int]) -> Entries:
+    bias, positions = (None if x is None else x[:, heads] for x in (entries.bias, entries.positions))
+    return Entries(entries.keys[:, heads], entries.values[:, heads], bias, positions)
 
 
 def merge_entries(entries: Entries, importance: Tensor, groups: int) -> Entries:
     """Merge E entries of each page and head into `groups`, in their order of position.
 
     Args:
-        entries: keys and values (N, heads, E, D), bias (N, heads, E) or None.
+        entries: keys and values (N, heads, E, D), bias and positions (N, heads, E) or None.
         importance: (N, heads, E) non-negative: how much attention later queries are expected to pay to each entry.
         groups: E' <= E.
 
@@ -74,7 +73,10 @@ def merge_entries(entries: Entries, importance: Tensor, groups: int) -> Entries:
     bias = (mass / weight.gather(-1, pivots)).log()
     if entries.bias is not None:
         bias = bias + entries.bias.gather(-1, pivots)
-    return Entries(pivot_keys, summed / mass.unsqueeze(-1), bias.clamp_(min=0))
+    positions = entries.positions
+    if positions is not None:
+        positions = positions.gather(-1, pivots)
+    return Entries(pivot_keys, summed / mass.unsqueeze(-1), bias.clamp_(min=0), positions)
 
 
 def _squared_distance(x: Tensor, rows: Tensor) -> Tensor:

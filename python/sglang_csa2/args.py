@@ -16,6 +16,7 @@ from csa2.options import (
     IMPLS,
     KEY_SCALES,
     RATIOS,
+    ROPE_VARIANTS,
     SHARED_FORMATS,
     TAIL_FORMATS,
     CacheOptions,
@@ -23,6 +24,7 @@ from csa2.options import (
     Impl,
     KeyScale,
     Ratio,
+    RopeVariant,
     SharedFormat,
     TailFormat,
 )
@@ -122,6 +124,15 @@ class Csa2ServerArgs(ServerArgs, kw_only=True, dict=True):  # type: ignore[call-
             "many times more. Used by --csa2-ratio 2, 4 and 8."
         ),
     ] = _DEFAULTS.calibration
+    csa2_rope: Annotated[
+        str,
+        Arg(
+            help="How compressed pages hold keys: rotated at their positions, which is fast, or separated from them, the "
+            "rotation put back whenever they are read. separated: by the torch reference only, for the rotary embeddings "
+            "default, linear and llama3.",
+            choices=list(ROPE_VARIANTS),
+        ),
+    ] = _DEFAULTS.rope
     csa2_impl: Annotated[
         str,
         Arg(
@@ -166,6 +177,7 @@ def options_from(server_args: Any) -> CacheOptions:
         calibration=_text_or_none(server_args.csa2_calibration),
         key_scale=cast(KeyScale, server_args.csa2_key_scale),
         protect_tokens=_whole_number(server_args, "csa2_protect_tokens"),
+        rope=cast(RopeVariant, server_args.csa2_rope),
         impl=cast(Impl, server_args.csa2_impl),
     )
 

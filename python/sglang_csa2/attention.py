@@ -67,7 +67,7 @@ class Csa2AttentionBackend(AttentionBackend):
             return
         store = self.store
         store.clock += 1
-        self.pool.begin_forward(forward_batch.out_cache_loc)
+        self.pool.begin_forward(forward_batch.out_cache_loc, forward_batch.positions)
         lengths = forward_batch.seq_lens.long()
         pages = self._page_table(forward_batch.req_pool_indices, int(forward_batch.seq_lens_cpu.max()))
         depth = torch.arange(pages.shape[1]) * store.page_size

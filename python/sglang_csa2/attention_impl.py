@@ -42,7 +42,8 @@ def make_attention(pool: Csa2KVPool) -> Attention:
     """The implementation that the options ask for."""
     from sglang_csa2.args import options_here
 
-    implementation = resolve_impl(options_here().impl)
+    options = options_here()
+    implementation = resolve_impl(options.impl, options.rope)
     logger.info("csa2 attention: %s (%s)", implementation.name, implementation.detail)
     if implementation.name == "reference":
         return ReferenceAttention(pool.store)

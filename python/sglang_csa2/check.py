@@ -38,11 +38,19 @@ def add_parser(commands: Any) -> None:
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     from csa2.check.prompts import Protocol
+    from csa2.options import ROPE_VARIANTS, CacheOptions
 
     default = Protocol()
     parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="folder of the model")
     parser.add_argument("--text", type=Path, required=True, nargs="+", metavar="FILE", help="one document each, UTF-8")
     parser.add_argument("--formats", default="fp4", metavar="A,B", help="comma-separated (default: %(default)s)")
+    parser.add_argument(
+        "--variant",
+        choices=ROPE_VARIANTS,
+        default=CacheOptions().rope,
+        help="'separated': measure every format twice, as pages hold keys by default and with --csa2-rope separated, both "
+        "with the torch reference (default: %(default)s)",
+    )
     parser.add_argument(
         "--context", type=int, default=default.context, metavar="N", help="tokens before (default: %(default)s)"
     )
@@ -121,13 +129,14 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _prepare(arguments: argparse.Namespace) -> "Inputs":
     """Everything that can be refused before an engine starts."""
-    from csa2.check.formats import parse_formats
+    from csa2.check.formats import parse_formats, with_variant
     from csa2.check.prompts import Protocol
     from sglang_csa2 import check_inputs
 
     protocol = Protocol(arguments.context, arguments.score_tokens, arguments.copies, arguments.seed)
     protocol.validate()
-    formats = parse_formats(arguments.formats)
+    formats = with_variant(parse_formats(arguments.formats), arguments.variant)
+    check_inputs.check_impl(arguments.variant, arguments.csa2_impl)
     check_inputs.check_agreement(arguments.min_agreement)
     check_inputs.check_target("--json", arguments.json)
     check_inputs.check_target("--plot", arguments.plot)
@@ -137,7 +146,7 @@ def _prepare(arguments: argparse.Namespace) -> "Inputs":
     check_inputs.stay_offline()
     tokenizer = check_inputs.load_tokenizer(arguments.model)
     documents = check_inputs.read_documents(arguments.text, tokenizer, protocol)
-    facts = check_inputs.read_model(arguments.model, arguments.dtype, protocol)
+    facts = check_inputs.read_model(arguments.model, arguments.dtype, protocol, arguments.variant)
     return check_inputs.Inputs(protocol, formats, tokenizer, documents, facts)
 
 
@@ -145,6 +154,7 @@ def _measure(inputs: "Inputs", arguments: argparse.Namespace) -> "Record":
     """Measure every format against the full cache; what is known so far is written after each."""
     from tqdm import tqdm  # type: ignore[import-untyped]
 
+    from csa2.check.formats import DEFAULT_VARIANT
     from csa2.check.record import start_record, write_json
     from sglang_csa2 import check_measure
     from sglang_csa2.check_measure import FULL
@@ -152,9 +162,9 @@ def _measure(inputs: "Inputs", arguments: argparse.Namespace) -> "Record":
     names = (FULL, *inputs.formats)
     record = start_record(inputs.protocol, str(arguments.model), arguments.dtype, inputs.entries)
     tokens = [document.tokens for document in inputs.documents]
-    settings = check_measure.EngineSettings(
-        arguments.dtype, arguments.csa2_impl, arguments.device, arguments.csa2_calibration
-    )
+    # Variants are compared by the implementation that serves both.
+    impl = arguments.csa2_impl if arguments.variant == DEFAULT_VARIANT else "reference"
+    settings = check_measure.EngineSettings(arguments.dtype, impl, arguments.device, arguments.csa2_calibration)
     full = None
     total = len(names) * check_measure.units(inputs.documents, inputs.protocol)
     with tqdm(total=total, unit="step", file=sys.stderr) as bar:
@@ -197,7 +207,7 @@ def _add_layers(record: "Record", inputs: "Inputs", arguments: argparse.Namespac
         arguments.model,
         inputs.documents[0].tokens,
         inputs.protocol.context,
-        [row.format for row in record.results],
+        [row.name for row in record.results],
         record.identity_layers,
         arguments.csa2_calibration,
     )

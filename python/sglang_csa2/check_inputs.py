@@ -12,6 +12,7 @@ from csa2.calibrate.artefact import check_model, load
 from csa2.check.errors import CheckError
 from csa2.check.prompts import Protocol
 from csa2.check.record import DocumentEntry
+from csa2.options import CacheOptions, RopeVariant
 
 CHARACTERS_PER_TOKEN = 16
 """More than any tokenizer packs into a token of running text: what is read of a longer file."""
@@ -46,6 +47,7 @@ class Inputs:
 
     protocol: Protocol
     formats: tuple[str, ...]
+    """Names of the rows, see `csa2.check.formats`."""
     tokenizer: Any
     documents: tuple[TokenizedDocument, ...]
     facts: ModelFacts
@@ -60,6 +62,15 @@ def check_agreement(percent: float) -> None:
     """Raises CheckError: `percent` is none."""
     if not 0 <= percent <= 100:
         raise CheckError(f"--min-agreement {percent:g} is no percentage: give a number from 0 to 100")
+
+
+def check_impl(variant: str, impl: str) -> None:
+    """Raises CheckError: the implementation that is asked for cannot serve the variant."""
+    if variant == "separated" and impl not in ("auto", "reference"):
+        raise CheckError(
+            f"--csa2-impl {impl} does not read pages of --variant separated: leave --csa2-impl out; both variants are then "
+            f"measured with the torch reference"
+        )
 
 
 def stay_offline() -> None:
@@ -95,16 +106,18 @@ def check_calibration(folder: Path | None, model: Path) -> None:
         check_model(load(folder), model, source=str(folder))
 
 
-def read_model(model: Path, dtype: str, protocol: Protocol) -> ModelFacts:
+def read_model(model: Path, dtype: str, protocol: Protocol, variant: RopeVariant = "rotated") -> ModelFacts:
     """Facts of the model, once it is known that it can be measured.
 
     Raises:
         CheckError: its configuration cannot be read, or its window is shorter than the longest request.
         UnsupportedModelError: its cache cannot be compressed.
+        OptionError: its keys cannot be separated from their positions, as `variant` asks.
     """
     from sglang.srt.configs.model_config import ModelConfig
 
     from sglang_csa2 import refusals
+    from sglang_csa2.rope import check_rope
 
     try:
         config: Any = ModelConfig(str(model), dtype=dtype)
@@ -113,6 +126,7 @@ def read_model(model: Path, dtype: str, protocol: Protocol) -> ModelFacts:
             f"--model {model} cannot be read ({_one_line(error)}): give a model that this SGLang serves"
         ) from error
     refusals.check_model(config)
+    check_rope(CacheOptions(rope=variant), config)
     window = int(config.context_len)
     if protocol.longest_prompt > window:
         raise CheckError(

@@ -38,7 +38,7 @@ class EngineSettings:
 def engine_arguments(
     name: str, model: Path, facts: ModelFacts, protocol: Protocol, settings: EngineSettings
 ) -> dict[str, Any]:
-    """Server arguments for format `name`, or for the full cache where it is `FULL`. All else is the same on both sides."""
+    """Server arguments for the row `name`, or for the full cache where it is `FULL`. All else is the same on both sides."""
     # A document with its repetitions, twice over: nothing is evicted, and demotion never runs short of a slab.
     pages = 2 * -(-protocol.longest_prompt // PAGE_SIZE) + 2 * protocol.copies + SPARE_PAGES
     arguments: dict[str, Any] = {

@@ -55,6 +55,7 @@ def around_config_from_budget(
 
     from sglang_csa2.calibration import head_calibration
     from sglang_csa2.model import identity_layers, rotation_of
+    from sglang_csa2.rope import separable_rope
 
     options = options_here()
     layers = self.layer_info
@@ -63,7 +64,8 @@ def around_config_from_budget(
     geometry = _geometry(self, marked)
     rotation = rotation_of(self.model, geometry.head_dim)
     known = head_calibration(options, geometry, layers.start_layer, rotation)
-    codec, ladder = codec_and_ladder(options, geometry, rotation, known)
+    rope = separable_rope(options, self.model, rotation)
+    codec, ladder = codec_and_ladder(options, geometry, rotation, known, rope)
     plan = plan_arena(_arena_bytes(options.arena_bytes, budget_bytes), ladder.page_bytes, ladder.guard)
     global _planned
     _planned = PoolPlan(ladder, plan, codec)

@@ -52,10 +52,10 @@ class Csa2KVPool(MHATokenToKVPool):
         total = self.store.arena.buffer.numel()
         return total // 2, total - total // 2
 
-    def begin_forward(self, out_cache_loc: Tensor) -> None:
-        """Announce the slots (T,) that this forward pass writes in every layer."""
+    def begin_forward(self, out_cache_loc: Tensor, positions: Tensor) -> None:
+        """Announce the slots (T,) that this forward pass writes in every layer, and the positions (T,) of their tokens."""
         slots = out_cache_loc.long()
-        self.store.record_writes(slots)
+        self.store.record_writes(slots, positions.long())
         self._written = out_cache_loc
         self._rows = self._rows_of(slots)
 

@@ -12,10 +12,11 @@ import msgspec
 
 from csa2.errors import IntegrityError, OptionError
 from csa2.impl import fallback_warning, resolve_impl
-from csa2.options import PAGE_SIZE, PAGE_SIZES, Impl
+from csa2.options import PAGE_SIZE, PAGE_SIZES, CacheOptions
 from sglang_csa2 import plugin, refusals
 from sglang_csa2.args import SCHEME, Csa2ServerArgs, check_unused_options, enabled, flag_of, options_from
 from sglang_csa2.calibration import check_calibration
+from sglang_csa2.rope import check_rope
 
 logger = logging.getLogger(__name__)
 
@@ -93,13 +94,17 @@ def model(server_args: Any, previous: Step) -> None:
 
     Raises:
         UnsupportedModelError: its KV cache cannot be compressed.
+        OptionError: its keys cannot be separated from their positions, as --csa2-rope asks.
     """
     if enabled(server_args):
         from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
 
-        refusals.check_model(model_config_of(server_args))
+        model_config = model_config_of(server_args)
+        refusals.check_model(model_config)
         config = resolving_view(server_args)
-        check_calibration(options_from(config), config.model_path)
+        options = options_from(config)
+        check_rope(options, model_config)
+        check_calibration(options, config.model_path)
     previous(server_args)
 
 
@@ -125,13 +130,13 @@ def late(server_args: Any, previous: Step) -> None:
                 f"SGLang resolved {flag_of(forced.field)} to {value!r}, but --kv-compress {SCHEME} needs "
                 f"{forced.value!r}: {forced.reason}. Look in the log above for the option or model that changed it"
             )
-    _prepare_kernels(options_from(config).impl)
+    _prepare_kernels(options_from(config))
     plugin.wire_launcher()
 
 
-def _prepare_kernels(impl: Impl) -> None:
+def _prepare_kernels(options: CacheOptions) -> None:
     """Compile once, before the processes that would all want to."""
-    implementation = resolve_impl(impl)
+    implementation = resolve_impl(options.impl, options.rope)
     if implementation.fallback:
         logger.warning(fallback_warning(implementation))
 

@@ -19,7 +19,7 @@ def read_stats(scheduler: Any) -> CacheStats:
     used = sum(n * size for n, size in zip(arena.counts, ladder.page_bytes, strict=True))
     metadata = sum(n * layout.metadata_bytes for n, layout in zip(arena.counts, ladder.layouts, strict=True))
     mapped = store.mapped_pages
-    implementation = resolve_impl(steward.options.impl)
+    implementation = resolve_impl(steward.options.impl, steward.options.rope)
     options: dict[str, str | int | None] = msgspec.to_builtins(steward.options)
     return CacheStats(
         arena_bytes=arena.plan.arena_bytes,

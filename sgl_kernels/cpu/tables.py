@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from sgl_kernels.errors import KernelLayoutError
 from sgl_kernels.page_codec.reference import CodecBases
 from sgl_kernels.page_layout import LANES, HeadLayout, PageLayout
 
@@ -18,8 +19,15 @@ def piece_table(layouts: Sequence[PageLayout], bases: CodecBases) -> Tensor:
     """(L, F, G, FIELDS) int64: for each layer, format and head where the parts of a page lie.
 
     Raises:
+        KernelLayoutError: keys are stored without their rotation, which the kernels would not put back.
         ValueError: a head has more key classes than the kernels take, or codes that they do not read.
     """
+    for layout in layouts:
+        if layout.is_separated:
+            raise KernelLayoutError(
+                f"format {layout.name!r} has keys that are separated from their positions, and the compiled kernels read "
+                f"rotated keys only: use the torch reference, or rotated keys"
+            )
     g = layouts[0].geometry
     # Every head has as many floats in the lines of the reduced bases.
     stride = 0 if bases.reduced is None else -(-bases.reduced.shape[-1] // LANES) * LANES * g.head_dim

@@ -5,7 +5,8 @@ the identity basis keep keys with one scale and one midpoint per channel, becaus
 channels and the flat basis would spread it over all.
 
 Nothing has to be undone per entry when reading: with q' = q B the logit of entry e is q . mean + s_e (q' . code_e), and
-values come back through the basis once per query, after the weighted sum.
+values come back through the basis once per query, after the weighted sum. Layouts with separated keys give that up: keys
+are coded without their rotation, which reading puts back entry by entry.
 """
 
 import math
@@ -18,7 +19,9 @@ from torch import Tensor
 
 from sgl_kernels import codes as num
 from sgl_kernels.lines import pack_lines, unpack_lines
+from sgl_kernels.page_codec.positions import put_positions, take_positions
 from sgl_kernels.page_layout import HeadLayout, PageLayout, code_bytes
+from sgl_kernels.rope import Rope
 
 BIAS_STEP = 1 / 16
 """Nat per step of a stored bias."""
@@ -32,6 +35,8 @@ class CodecBases:
     """(D, D) fp32, symmetric and orthonormal."""
     reduced: Tensor | None = None
     """(L x G, D, C) fp32 with orthonormal columns; a head that keeps fewer than C channels uses its first ones."""
+    rope: Rope | None = None
+    """Rotation of the keys; needed by layouts that separate it from them."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,8 @@ class Entries:
     bias: Tensor | None
     """(N, heads, E) in nat: log of how many times its own weight an entry stands for. None: 0 everywhere. Minus infinity:
     no entry. Heads may keep different numbers of entries; those that keep fewer end with such padding."""
+    positions: Tensor | None = None
+    """(N, heads, E) int64 position at which each key is rotated; needed where a layout separates it."""
 
 
 def seal_pages(entries: Entries, layout: PageLayout, bases: CodecBases, weight: Tensor | None = None) -> Tensor:
@@ -59,10 +66,19 @@ def seal_pages(entries: Entries, layout: PageLayout, bases: CodecBases, weight: 
 
     Returns:
         (N, page_bytes) uint8. NaN is stored as 0 and magnitudes beyond `codes.SATURATION` saturate.
+
+    Raises:
+        ValueError: the bias, the positions or the matrices that `layout` needs are missing, or positions are not those of
+            a page.
     """
     keys, values = _finite(entries.keys), _finite(entries.values)
     n = keys.shape[0]
     packed = torch.zeros(n, layout.page_bytes, dtype=torch.uint8, device=keys.device)
+    if layout.is_separated:
+        if entries.positions is None:
+            raise ValueError("a layout with separated keys needs the positions of its entries")
+        put_positions(packed, layout, entries.positions)
+        keys = _rope(bases).unrotate(keys, entries.positions)
     for head, indices in layout.head_groups:
         chosen, kept = torch.tensor(indices, device=keys.device), slice(head.entries)
         piece = torch.zeros(n, chosen.numel(), head.piece_bytes, dtype=torch.uint8, device=keys.device)
@@ -79,14 +95,27 @@ def seal_pages(entries: Entries, layout: PageLayout, bases: CodecBases, weight: 
     return packed
 
 
-def open_layer(block: Tensor, layout: PageLayout, layer: int, bases: CodecBases) -> Entries:
-    """Decode one layer of N coded pages: keys in the flat basis if that is the basis of the layer and in the model's own
-    otherwise, values in the flat basis.
+def open_layer(block: Tensor, layout: PageLayout, layer: int, bases: CodecBases, positions: Tensor | None = None) -> Entries:
+    """Decode one layer of N coded pages: keys in the flat basis if `layout.folds_keys(layer)` and in the model's own
+    otherwise, rotated; values in the flat basis.
 
     Args:
         block: (N, bytes of the layer) uint8.
         layer: layer on this rank, counted from 0.
+        positions: (N, G, E) int64 position of each entry, for separated keys.
     """
+    opened = _open_layer(block, layout, layer, bases)
+    if not layout.is_separated:
+        return opened
+    if positions is None:
+        raise ValueError("separated keys are opened without their positions")
+    keys = opened.keys @ bases.flat if layout.layer_basis(layer) == "flat" else opened.keys
+    return Entries(_rope(bases).rotate(keys, positions), opened.values, opened.bias, positions)
+
+
+def _open_layer(block: Tensor, layout: PageLayout, layer: int, bases: CodecBases) -> Entries:
+    """The same as stored: keys in the flat basis if that is the basis of the layer, without rotation if they are
+    separated."""
     g = layout.geometry.num_kv_heads
     first = layer * g
     start = layout.piece_offsets[first]
@@ -104,14 +133,22 @@ def side_by_side(parts: Sequence[Entries]) -> Entries:
     """Heads of the same N pages in one; those with fewer entries than others are padded."""
     most = max(part.keys.shape[-2] for part in parts)
     some_bias = any(part.bias is not None or part.keys.shape[-2] < most for part in parts)
-    keys, values, bias = [], [], []
+    some_positions = all(part.positions is not None for part in parts)
+    keys, values, bias, positions = [], [], [], []
     for part in parts:
         missing = most - part.keys.shape[-2]
         keys.append(F.pad(part.keys, (0, 0, 0, missing)))
         values.append(F.pad(part.values, (0, 0, 0, missing)))
         own = part.keys.new_zeros(part.keys.shape[:3]) if part.bias is None else part.bias
         bias.append(F.pad(own, (0, missing), value=-math.inf))
-    return Entries(torch.cat(keys, 1), torch.cat(values, 1), torch.cat(bias, 1) if some_bias else None)
+        if part.positions is not None:
+            positions.append(F.pad(part.positions, (0, missing)))
+    return Entries(
+        torch.cat(keys, 1),
+        torch.cat(values, 1),
+        torch.cat(bias, 1) if some_bias else None,
+        torch.cat(positions, 1) if some_positions else None,
+    )
 
 
 def open_pages(packed: Tensor, layout: PageLayout, bases: CodecBases) -> Entries:
@@ -120,15 +157,17 @@ def open_pages(packed: Tensor, layout: PageLayout, bases: CodecBases) -> Entries
     shape = (packed.shape[0], len(layout.heads), layout.entries, layout.geometry.head_dim)
     keys, values = packed.new_zeros(shape, dtype=torch.float32), packed.new_zeros(shape, dtype=torch.float32)
     bias = packed.new_full(shape[:3], -math.inf, dtype=torch.float32) if layout.is_merged else None
+    positions = take_positions(packed, layout) if layout.is_separated else None
     for layer in range(layout.geometry.num_layers):
         start, size = layout.layer_range(layer)
-        opened = open_layer(packed[:, start : start + size].contiguous(), layout, layer, bases)
-        heads, some = slice(layer * g, (layer + 1) * g), slice(opened.keys.shape[-2])
-        keys[:, heads, some] = opened.keys @ bases.flat if layout.layer_basis(layer) == "flat" else opened.keys
+        heads, some = slice(layer * g, (layer + 1) * g), slice(max(head.entries for head in layout.layer_heads(layer)))
+        at = None if positions is None else positions[:, heads, some]
+        opened = open_layer(packed[:, start : start + size].contiguous(), layout, layer, bases, at)
+        keys[:, heads, some] = opened.keys @ bases.flat if layout.folds_keys(layer) else opened.keys
         values[:, heads, some] = opened.values @ bases.flat
         if bias is not None:
             bias[:, heads, some] = 0.0 if opened.bias is None else opened.bias
-    return Entries(keys, values, bias)
+    return Entries(keys, values, bias, positions)
 
 
 def _put_values(piece: Tensor, y: Tensor, head: HeadLayout, share: Tensor) -> None:
@@ -195,6 +234,12 @@ def _open_pieces(piece: Tensor, head: HeadLayout, bases: CodecBases, heads: slic
     values = values * num.decode_ue5m3(part("v_scales", e)).unsqueeze(-1)
     values = values + num.decode_e4m3(part("v_mean", d).contiguous()).unsqueeze(-2)
     return Entries(keys + mean, values, part("bias", e).to(torch.float32) * BIAS_STEP if head.merged else None)
+
+
+def _rope(bases: CodecBases) -> Rope:
+    if bases.rope is None:
+        raise ValueError("a layout with separated keys needs the rotation of the model")
+    return bases.rope
 
 
 def _columns(bases: CodecBases, heads: Tensor | slice, channels: int) -> Tensor:

@@ -36,10 +36,11 @@ class CpuAttention:
             isa: an instruction set, or None for the best of this CPU.
 
         Raises:
+            KernelLayoutError: see `piece_table`.
             KernelBuildError, InstructionSetError: see `build.load`.
         """
-        self._module: Any = build.load(isa)
         self._pieces = piece_table(layouts, bases)
+        self._module: Any = build.load(isa)
         self._flat, self._reduced = basis_tables(bases)
         self._page_size = layouts[0].geometry.page_size
 

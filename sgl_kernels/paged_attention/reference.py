@@ -1,7 +1,8 @@
 """Attention over compressed pages in torch: the specification of every kernel.
 
-Everything folds to the query side. A page gives a partial result and its log-sum-exp; the partials of a request are
-combined by one n-way merge. Queries are (tokens, H, D); query head h reads KV head h // (H / G).
+Everything folds to the query side, except keys that are separated from their positions: they are opened and rotated. A page
+gives a partial result and its log-sum-exp; the partials of a request are combined by one n-way merge. Queries are
+(tokens, H, D); query head h reads KV head h // (H / G).
 """
 
 import math
@@ -9,7 +10,8 @@ import math
 import torch
 from torch import Tensor
 
-from sgl_kernels.page_codec.reference import CodecBases, open_layer
+from sgl_kernels.page_codec.positions import gather_positions
+from sgl_kernels.page_codec.reference import CodecBases, Entries, open_layer
 from sgl_kernels.page_layout import ALIGNMENT, PageLayout
 from sgl_kernels.paged_attention.plan import FormatPages, PagePlan
 
@@ -35,6 +37,12 @@ def open_plain(arena: Tensor, offsets: Tensor, layout: PageLayout, layer: int) -
     block = gather_blocks(arena, offsets, layout, layer).view(g.dtype)
     pair = block.view(-1, 2, g.num_kv_heads, g.page_size, g.head_dim)
     return pair[:, 0], pair[:, 1]
+
+
+def open_coded(arena: Tensor, offsets: Tensor, layout: PageLayout, layer: int, bases: CodecBases) -> Entries:
+    """Entries of one layer of the coded pages at byte `offsets` (N,), in the bases that `open_layer` names."""
+    block = gather_blocks(arena, offsets, layout, layer)
+    return open_layer(block, layout, layer, bases, gather_positions(arena, offsets, layout, layer))
 
 
 def write_plain(arena: Tensor, rows: Tensor, layout: PageLayout, layer: int, keys: Tensor, values: Tensor) -> None:
@@ -105,12 +113,12 @@ def _page_partials(
     layout = part.layout
     g, d = layout.geometry.num_kv_heads, layout.geometry.head_dim
     n, heads = part.owner.numel(), q.shape[1]
-    page_q = (q @ bases.flat if layout.layer_basis(layer) == "flat" else q)[part.owner].view(n, g, heads // g, d)
+    page_q = (q @ bases.flat if layout.folds_keys(layer) else q)[part.owner].view(n, g, heads // g, d)
     bias = None
     if layout.is_plain:
         keys, values = (x.float() for x in open_plain(arena, part.offsets, layout, layer))
     else:
-        opened = open_layer(gather_blocks(arena, part.offsets, layout, layer), layout, layer, bases)
+        opened = open_coded(arena, part.offsets, layout, layer, bases)
         keys, values, bias = opened.keys, opened.values, opened.bias
     logits = (page_q @ keys.transpose(-1, -2)) * scale
     if bias is not None:
@@ -186,11 +194,11 @@ def _open_prefix(
         keys = keys.transpose(0, 1).reshape(groups, -1, dim)[:, :entries].to(dtype)
         values = values.transpose(0, 1).reshape(groups, -1, dim)[:, :entries].to(dtype)
         return keys, values, None, grouped_q
-    opened = open_layer(gather_blocks(arena, part.offsets, layout, layer), layout, layer, bases)
+    opened = open_coded(arena, part.offsets, layout, layer, bases)
     keys, values = (_narrow(x, dtype).transpose(0, 1).reshape(groups, -1, dim) for x in (opened.keys, opened.values))
     bias = None if opened.bias is None else opened.bias.transpose(0, 1).reshape(groups, -1)
-    flat = layout.layer_basis(layer) == "flat"
-    return keys, values, bias, (grouped_q.float() @ bases.flat).to(dtype) if flat else grouped_q
+    folds = layout.folds_keys(layer)
+    return keys, values, bias, (grouped_q.float() @ bases.flat).to(dtype) if folds else grouped_q
 
 
 def _narrow(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -132,7 +132,7 @@ ATTRIBUTES = {
     },
     "attention": {
         "model_executor.forward_batch_info.ForwardBatch": (
-            "extend_seq_lens", "forward_mode", "out_cache_loc", "req_pool_indices", "seq_lens", "seq_lens_cpu",
+            "extend_seq_lens", "forward_mode", "out_cache_loc", "positions", "req_pool_indices", "seq_lens", "seq_lens_cpu",
         ),
         "model_executor.forward_batch_info.ForwardMode": ("is_decode", "is_extend", "is_idle"),
         "model_executor.model_runner.ModelRunner": ("attn_backend", "model", "req_to_token_pool", "token_to_kv_pool"),
@@ -144,6 +144,15 @@ ATTRIBUTES = {
         ),
         "layers.radix_attention.AttentionType": ("DECODER",),
         "layers.rotary_embedding.base.RotaryEmbedding": ("cos_sin_cache", "is_neox_style"),
+    },
+    "rope": {
+        "layers.rotary_embedding.base.RotaryEmbedding": (
+            "base", "cos_sin_cache", "max_position_embeddings", "position_start", "rotary_dim",
+        ),
+        "layers.rotary_embedding.base.LinearScalingRotaryEmbedding": ("scaling_factors",),
+        "layers.rotary_embedding.rope_variant.Llama3RotaryEmbedding": (
+            "high_freq_factor", "low_freq_factor", "orig_max_position", "scaling_factor",
+        ),
     },
     "decode_log": {
         "managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter": (

@@ -65,3 +65,14 @@ def test_a_flagged_layer_keeps_its_own_basis(tiny):
 
 def test_the_uncompressed_format_is_left_out(tiny):
     assert layer_errors(tiny, tokens(128), 64, ["bf16"], []) == {}
+
+
+def test_separated_keys_are_measured_beside_rotated_ones(tiny):
+    """Merging chooses the same, values are the same; keys are coded in another form."""
+    names = ["fp8", "fp8 (separated)", "csa2-4x", "csa2-4x (separated)"]
+    errors = layer_errors(tiny, tokens(2048 + 64), 2048, names, [])
+    assert list(errors) == names
+    for name in ("fp8", "csa2-4x"):
+        for rotated, separated in zip(errors[name], errors[f"{name} (separated)"], strict=True):
+            assert rotated != separated
+            assert separated < 2 * rotated

@@ -11,6 +11,7 @@ pytest.importorskip("matplotlib", reason="matplotlib is not installed")
 def row(name):
     return FormatResult(
         format=name,
+        variant="rotated",
         bytes_fraction_compressed=0.25,
         bytes_fraction_total=0.3,
         ppl_increase_pct=0.1,

@@ -3,12 +3,21 @@
 import json
 import math
 
+import msgspec
 import numpy as np
 import pytest
 
 from csa2.check.disagreements import first_disagreements
 from csa2.check.errors import CheckError
-from csa2.check.formats import FORMATS, cache_options, engine_options, parse_formats
+from csa2.check.formats import (
+    FORMATS,
+    cache_options,
+    engine_options,
+    parse_formats,
+    row_name,
+    split_name,
+    with_variant,
+)
 from csa2.check.kept import keep, recall
 from csa2.check.metrics import TokenScores
 from csa2.check.prompts import Protocol
@@ -126,6 +135,29 @@ def test_list_of_formats():
     for text, said in (("fp5", "'fp5' is unknown"), (" ,", "names no format")):
         with pytest.raises(CheckError, match=said):
             parse_formats(text)
+
+
+def test_a_variant_is_a_row_beside_its_format():
+    names = with_variant(("bf16", "fp4", "csa2-4x"), "separated")
+    assert names == ("bf16", "fp4", "fp4 (separated)", "csa2-4x", "csa2-4x (separated)")
+    assert with_variant(("bf16", "fp4"), "rotated") == ("bf16", "fp4")
+    for name in names:
+        assert row_name(*split_name(name)) == name
+    assert cache_options("csa2-4x (separated)") == msgspec.structs.replace(cache_options("csa2-4x"), rope="separated")
+    options = engine_options("csa2-4x (separated)", "folder")
+    assert options == {**engine_options("csa2-4x", "folder"), "csa2_rope": "separated"}
+    with pytest.raises(CheckError, match="is unknown"):
+        parse_formats("csa2-4x (separated)")
+
+
+def test_rows_and_table_name_the_variant(row):
+    separated = make_result("fp4 (separated)", ["a", "b", "c"], FULL, PACKED)
+    assert (row.format, row.variant, row.name) == ("fp4", "rotated", "fp4")
+    assert (separated.format, separated.variant, separated.name) == ("fp4", "separated", "fp4 (separated)")
+    lines = render_table([row, separated]).splitlines()
+    assert lines[1].split()[:2] == ["fp4", "0.2500"]
+    assert lines[2].split()[:3] == ["fp4", "(separated)", "0.2500"]
+    assert "fp4 (separated): agreement 50.00 %" in render_advice([row, separated], separated, 90)
 
 
 def test_kept_scores_come_back_as_they_were(tmp_path):

@@ -41,3 +41,10 @@ def test_cpu_without_a_compiler_is_an_error(no_compiler):
 def test_with_a_compiler_it_is_compiled_code(impl):
     chosen = resolve_impl(impl)
     assert (chosen.name, chosen.detail, chosen.fallback) == ("cpu", build.best_isa().name, False)
+
+
+def test_separated_keys_take_the_reference_and_say_so():
+    assert resolve_impl("reference", "separated") == resolve_impl("reference")
+    chosen = resolve_impl("auto", "separated")
+    assert (chosen.name, chosen.fallback) == ("reference", True)
+    assert "--csa2-rope separated" in fallback_warning(chosen)

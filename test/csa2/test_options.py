@@ -51,6 +51,13 @@ def test_everything_served_is_valid(ratio, impl, shared_format, kv_format):
     CacheOptions(ratio=ratio, impl=impl, shared_format=shared_format, kv_format=kv_format).validate()
 
 
+def test_separated_keys_are_read_by_the_reference_alone():
+    for impl in ("auto", "reference"):
+        CacheOptions(rope="separated", impl=impl).validate()
+    assert refusal(rope="separated", impl="cpu").startswith("--csa2-rope separated cannot be combined with --csa2-impl cpu")
+    assert "choose one of rotated, separated" in refusal(rope="averaged")
+
+
 def test_what_is_served():
     assert SERVED_RATIOS == ("1", "2", "4", "8")
     assert set(RATIOS) - set(SERVED_RATIOS) == {"auto"}

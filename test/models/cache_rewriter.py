@@ -8,16 +8,17 @@ from torch import Tensor
 
 from csa2.codec.assembly import codec_and_ladder
 from csa2.codec.queries import DECODE_INTERVAL, QuerySamples
-from csa2.options import PAGE_SIZE, CacheOptions
+from csa2.options import PAGE_SIZE, CacheOptions, RopeVariant
 from sgl_kernels.page_codec.reference import Entries
 from sgl_kernels.page_layout import PageGeometry
 from sglang_csa2.model import rotation_of
+from sglang_csa2.rope import separable_rope
 
 
 class CacheRewriter:
     """Puts into SGLang's own cache what the codec makes of its pages. The decoder is the one of `codec_bounds`."""
 
-    def __init__(self, scheduler: Any, identity_layers: tuple[int, ...]) -> None:
+    def __init__(self, scheduler: Any, identity_layers: tuple[int, ...], rope: RopeVariant = "rotated") -> None:
         self.pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
         geometry = PageGeometry(
             self.pool.layer_num,
@@ -27,13 +28,16 @@ class CacheRewriter:
             self.pool.dtype,
             identity_layers,
         )
-        rotation = rotation_of(scheduler.tp_worker.model_runner.model, self.pool.head_dim)
-        self.codec, ladder = codec_and_ladder(CacheOptions(ratio="2"), geometry, rotation, None)
+        model, options = scheduler.tp_worker.model_runner.model, CacheOptions(ratio="2", rope=rope)
+        rotation = rotation_of(model, self.pool.head_dim)
+        known = separable_rope(options, model, rotation)
+        self.codec, ladder = codec_and_ladder(options, geometry, rotation, None, known)
         # Merged pages have fewer entries than the rows of SGLang's cache.
         self.layouts = {layout.name: layout for layout in ladder.layouts}
         self.done: set[int] = set()
         self.samples = QuerySamples(self.pool.layer_num, self.pool.head_num)
         self.reader: dict[int, int] = {}
+        self.depth: dict[int, int] = {}
         self._watch(scheduler.tp_worker.model_runner)
 
     def _watch(self, runner: Any) -> None:
@@ -44,7 +48,9 @@ class CacheRewriter:
         def init_forward_metadata(batch: Any) -> Any:
             slots, readers = batch.req_pool_indices.tolist(), self._readers(batch)
             for slot, reader, length in zip(slots, readers, batch.seq_lens.tolist(), strict=True):
-                self.reader.update(dict.fromkeys((table[slot, :length:PAGE_SIZE] // PAGE_SIZE).tolist(), reader))
+                pages = (table[slot, :length:PAGE_SIZE] // PAGE_SIZE).tolist()
+                self.reader.update(dict.fromkeys(pages, reader))
+                self.depth.update((page, depth) for depth, page in enumerate(pages))
             return plan(batch)
 
         def forward_extend(q: Tensor, k: Tensor, v: Tensor, layer: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -81,7 +87,8 @@ class CacheRewriter:
             keys = torch.cat([k[rows].transpose(0, 1) for k in self.pool.k_buffer])[None]
             values = torch.cat([v[rows].transpose(0, 1) for v in self.pool.v_buffer])[None]
             queries = self.samples.of(torch.tensor([self.reader.get(page, -1)]))
-            packed = self.codec.seal(Entries(keys, values, None), layout, queries)
+            positions = (self.depth[page] * PAGE_SIZE + torch.arange(PAGE_SIZE)).expand(keys.shape[:-1])
+            packed = self.codec.seal(Entries(keys, values, None, positions), layout, queries)
             opened = open_by_the_letter(packed, layout, self.codec.bases)
             for buffers, entries in ((self.pool.k_buffer, opened.keys), (self.pool.v_buffer, opened.values)):
                 for buffer, heads in zip(buffers, entries[0].split(self.pool.head_num), strict=True):

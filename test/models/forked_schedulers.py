@@ -131,7 +131,9 @@ class _Server:
         self.scheduler.model_worker.forward_batch_generation = self._forced_forward
         self.forced = {request.rid: request.forced for group in job.groups for request in group}
         self.logits: dict[str, list[Tensor]] = {rid: [] for rid in self.forced}
-        self.rewriter = None if job.replay is None else CacheRewriter(self.scheduler, job.identity_layers or ())
+        self.rewriter = (
+            None if job.replay is None else CacheRewriter(self.scheduler, job.identity_layers or (), job.replay_rope)
+        )
 
     def serve(self) -> Run:
         """All groups, one after the other."""

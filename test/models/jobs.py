@@ -28,6 +28,8 @@ class Job:
     """`Run.formats` of a compressed run: SGLang's own cache then holds what the codec makes of the same pages."""
     identity_layers: tuple[int, ...] | None = None
     """Instead of what the weights say. In a replay they must be given."""
+    replay_rope: str = "rotated"
+    """`--csa2-rope` of the run that is replayed."""
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Job":

@@ -1,5 +1,7 @@
 """Pages that break naive codecs, in every format, in a model with a flat and an identity layer."""
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -13,7 +15,9 @@ from sgl_kernels.page_layout import (
     coded_layout,
     identity_head,
     reduced_layout,
+    separate_keys,
 )
+from sgl_kernels.rope import Rope
 
 CODED = {"fp8": ("e4m3", "e4m3"), "k8v4": ("e4m3", "e2m1"), "fp4": ("e2m1", "e2m1"), "int4": ("int4", "int4")}
 REDUCED = {"csa2-2x": 1, "csa2-4x": 2, "csa2-8x": 4}
@@ -44,12 +48,14 @@ def classes_of(g: PageGeometry) -> tuple[tuple[KeyClass, ...], ...]:
     return tuple(() if h // g.num_kv_heads in g.identity_layers else kinds[h % 3] for h in heads)
 
 
-def layout_of(name: str, g: PageGeometry) -> PageLayout:
+def layout_of(name: str, g: PageGeometry, *, separated: bool = False) -> PageLayout:
     if name == UNEVEN:
-        return uneven_layout(g)
-    if name in CODED:
-        return coded_layout(name, *CODED[name], g)
-    return reduced_layout(name, classes_of(g), "lloyd2", REDUCED[name], g)
+        layout = uneven_layout(g)
+    elif name in CODED:
+        layout = coded_layout(name, *CODED[name], g)
+    else:
+        layout = reduced_layout(name, classes_of(g), "lloyd2", REDUCED[name], g)
+    return separate_keys(layout) if separated else layout
 
 
 UNEVEN = "uneven"
@@ -80,7 +86,27 @@ def bases_of(g: PageGeometry, seed: int = 0) -> CodecBases:
     """The flat basis, and for the reduced formats any columns that are orthonormal, different in each head."""
     heads = g.num_layers * g.num_kv_heads
     random = torch.randn(heads, g.head_dim, g.head_dim, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    return CodecBases(orthonormal_basis(g.head_dim), torch.linalg.qr(random).Q.float())
+    return CodecBases(orthonormal_basis(g.head_dim), torch.linalg.qr(random).Q.float(), rope_of(g.head_dim))
+
+
+@cache
+def rope_of(dim: int) -> Rope:
+    """A rotation of three quarters of the channels, in two halves, with the usual frequencies."""
+    pairs = 3 * dim // 8
+    return Rope(tuple((j, j + pairs) for j in range(pairs)), 10000.0 ** (-torch.arange(pairs).double() / pairs))
+
+
+def positions_of(layout: PageLayout, n: int, first: int, seed: int = 0) -> Tensor | None:
+    """(N, L x G, E) positions of pages that follow each other from `first` on; in merged ones those of some tokens, others
+    in every head. None if `layout` stores none."""
+    if not layout.is_separated:
+        return None
+    size, heads = layout.geometry.page_size, len(layout.heads)
+    order = torch.rand(n, heads, size, generator=torch.Generator().manual_seed(seed)).argsort(-1)
+    slots = torch.zeros(n, heads, layout.entries, dtype=torch.int64)
+    for index, head in enumerate(layout.heads):
+        slots[:, index, : head.entries] = order[:, index, : head.entries].sort(-1).values
+    return slots + first + size * torch.arange(n)[:, None, None]
 
 
 def normal(layout: PageLayout, n: int, seed: int = 0) -> Tensor:

@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass, field, fields
 
 import torch
-from codec_bounds import U16, U32, open_by_the_letter
-from hard_pages import FORMATS, UNEVEN, bases_of, biases, layout_of, weights
+from codec_bounds import U16, U32, open_by_the_letter, rotated
+from hard_pages import FORMATS, UNEVEN, bases_of, biases, layout_of, positions_of, weights
 from torch import Tensor
 
 from sgl_kernels.page_codec.reference import CodecBases, Entries, seal_pages
@@ -116,6 +116,7 @@ def make_scene(
     tail: int = 0,
     seed: int = 0,
     size: int = 64,
+    separated_at: int | None = None,
 ) -> Scene:
     """Full pages of every format in turn, last partial pages plain.
 
@@ -124,10 +125,14 @@ def make_scene(
         rubbish: byte in every place that no page holds; 0xFF is NaN in every dtype and in E4M3.
         tail: byte behind the last token of a partial page; the store maps pages zeroed.
         size: tokens of a page.
+        separated_at: keys of coded pages are separated from their positions, and requests begin at this one.
     """
     dim, groups, repeat, dtype = shape
     geometry = PageGeometry(2, groups, dim, size, dtype, (IDENTITY,))
-    layouts = (plain_layout(PLAIN, geometry), *(layout_of(name, geometry) for name in ALL_FORMATS[1:]))
+    layouts = (
+        plain_layout(PLAIN, geometry),
+        *(layout_of(name, geometry, separated=separated_at is not None) for name in ALL_FORMATS[1:]),
+    )
     random = torch.Generator().manual_seed(seed)
     used = [-(-length // size) for length in lengths]
     num_pages = sum(used) + 3
@@ -156,13 +161,13 @@ def make_scene(
             valid, index = min(size, length - depth * size), 0
             if valid == size:
                 index, full = full % len(layouts) if only is None else ALL_FORMATS.index(only), full + 1
-            held = held.followed_by(place(scene, page, index, valid, tail, random))
+            held = held.followed_by(place(scene, page, index, valid, tail, random, (separated_at or 0) + depth * size))
         scene.held.append(held)
     return scene
 
 
-def place(scene: Scene, page: int, index: int, valid: int, tail: int, random: torch.Generator) -> Held:
-    """Fill one page and say what it holds."""
+def place(scene: Scene, page: int, index: int, valid: int, tail: int, random: torch.Generator, position: int = 0) -> Held:
+    """Fill one page, whose first token is at `position`, and say what it holds."""
     g, layout = scene.geometry, scene.layouts[index]
     shape = g.num_layers, g.num_kv_heads, layout.entries, g.head_dim
     content = torch.randn(2, *shape, generator=random)
@@ -179,7 +184,7 @@ def place(scene: Scene, page: int, index: int, valid: int, tail: int, random: to
         slots = scene.layouts[0].page_bytes // layout.page_bytes
         scene.offsets[page] += page % slots * layout.page_bytes
         bias = biases(layout, 1, seed=page)
-        entries = Entries(*content.flatten(1, 2)[:, None], bias)
+        entries = Entries(*content.flatten(1, 2)[:, None], bias, positions_of(layout, 1, position, seed=page))
         stored = seal_pages(entries, layout, scene.bases, weights(layout, 1, seed=page)).view(-1)
         held = opened(stored, layout, scene.bases)
     start = int(scene.offsets[page])
@@ -197,9 +202,16 @@ def opened(stored: Tensor, layout: PageLayout, bases: CodecBases) -> Held:
         return x[0].unflatten(0, (g.num_layers, g.num_kv_heads))
 
     keys, values = per_layer(letter.keys), per_layer(letter.values)
-    folded = torch.tensor([head.basis == "flat" for head in layout.heads])[None, :, None].expand(1, -1, layout.entries)
+    folded = torch.tensor([head.basis == "flat" and not layout.is_separated for head in layout.heads])[None, :, None].expand(
+        1, -1, layout.entries
+    )
     folded, coded = per_layer(folded), torch.ones(keys.shape[:-1], dtype=torch.bool)
-    key_terms = torch.where(folded[..., None], keys @ wide, keys).abs() + 2 * per_layer(letter.key_means).abs()[:, :, None]
+    means = letter.key_means[:, :, None].expand_as(letter.keys)
+    if letter.positions is not None:
+        # What is added up in the stored basis is turned as a whole; terms are counted where they end.
+        flat = torch.tensor([head.basis == "flat" for head in layout.heads])[:, None, None]
+        means = rotated(torch.where(flat, means @ wide, means), letter.positions, bases.rope)
+    key_terms = torch.where(folded[..., None], keys @ wide, keys).abs() + 2 * per_layer(means).abs()
     value_terms = (values @ wide).abs() + 2 * per_layer(letter.value_means).abs()[:, :, None]
     bias = torch.zeros(keys.shape[:-1], dtype=torch.float64) if letter.bias is None else per_layer(letter.bias)
     return Held(keys, values, bias, key_terms, value_terms, coded, folded)

@@ -32,6 +32,7 @@ ALL_OPTIONS = {
     "csa2_key_scale": "channel",
     "csa2_protect_tokens": 128,
     "csa2_calibration": "calibration",
+    "csa2_rope": "separated",
     "csa2_impl": "reference",
 }
 ALL_FLAGS = [part for name, value in ALL_OPTIONS.items() for part in ("--" + name.replace("_", "-"), str(value))]

@@ -65,6 +65,7 @@ def test_model_that_cannot_be_read(capsys: pytest.CaptureFixture[str], text: Pat
         (("--context", "100"), "--context 100 is not a positive multiple of 64"),
         (("--min-agreement", "101"), "--min-agreement 101 is no percentage"),
         (("--json", "/nowhere/out.json"), "there is no folder /nowhere"),
+        (("--variant", "separated", "--csa2-impl", "cpu"), "--csa2-impl cpu does not read pages of --variant separated"),
     ],
 )
 def test_unusable_options(
@@ -135,6 +136,35 @@ def test_exit_codes(
     given = ["--model", str(demo_model), "--text", str(text), "--context", "512", "--score-tokens", "64"]
     assert check.main([*given, "--copies", "0", "--no-layers", "--min-agreement", "100"]) == code
     assert ("Look, in this order" in capsys.readouterr().out) == (code == check.DISAGREES)
+
+
+def test_a_variant_is_measured_beside_the_default_one_by_the_reference(
+    monkeypatch: pytest.MonkeyPatch, demo_model: Path, text: Path, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(check_measure, "measure", lambda *_: made_up(7))
+    out = tmp_path / "out.json"
+    given = ["--model", str(demo_model), "--text", str(text), "--context", "512", "--score-tokens", "64"]
+    given += ["--copies", "0", "--no-layers", "--json", str(out), "--variant", "separated"]
+    assert check.main(given) == check.AGREES
+    record = json.loads(out.read_text())
+    assert [(row["format"], row["variant"]) for row in record["results"]] == [("fp4", "rotated"), ("fp4", "separated")]
+    rotated, separated = record["engines"]["fp4"], record["engines"]["fp4 (separated)"]
+    assert separated == {**rotated, "csa2_rope": "separated"}
+    assert separated["csa2_impl"] == "reference"
+
+
+def test_a_rotary_embedding_without_the_variant(
+    capsys: pytest.CaptureFixture[str], demo_model: Path, text: Path, tmp_path: Path
+) -> None:
+    for file in demo_model.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    config = json.loads((demo_model / "config.json").read_text())
+    (tmp_path / "config.json").unlink()
+    yarn = {"rope_type": "yarn", "rope_theta": 100000.0, "factor": 4.0, "original_max_position_embeddings": 2048}
+    changed = {key: value for key, value in config.items() if key not in ("rope_theta", "rope_scaling", "rope_parameters")}
+    (tmp_path / "config.json").write_text(json.dumps({**changed, "rope_parameters": yarn}))
+    said = failure(capsys, "--model", tmp_path, "--text", text, *SMALL, "--variant", "separated")
+    assert "does not know the rotary embedding 'yarn'" in said
 
 
 def test_both_sides_differ_in_the_cache_alone() -> None:
