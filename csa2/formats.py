@@ -1,7 +1,7 @@
 """The formats a page can have, in the order of the demotion ladder."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,7 +14,6 @@ from sgl_kernels.page_layout import (
     coded_layout,
     plain_layout,
     reduced_layout,
-    separate_keys,
 )
 
 PLAIN = 0
@@ -127,7 +126,7 @@ def make_ladder(
     if tail in MERGE:
         layouts.append(PageLayout(tail, geometry, heads))
     if separated:
-        layouts = [separate_keys(layout) for layout in layouts]
+        layouts = [replace(layout, is_separated=not layout.is_plain) for layout in layouts]
     ladder = FormatLadder(tuple(layouts), warm, warm, PLAIN)
     return FormatLadder(
         ladder.layouts,

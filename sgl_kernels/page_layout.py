@@ -13,13 +13,9 @@ groups of merged tokens) a piece holds, in this order:
 
 Scales are unsigned E5M3 bytes, means E4M3, biases unsigned steps of 1/16 nat.
 
-Keys are *rotated* at their positions, or *separated* from them: un-rotated, so that whoever reads them puts the rotation
-back. A page with separated keys goes on behind its pieces with
-
-    position of the first token of the page (int32, little endian)     offsets of all pieces, (E,) each, if any is merged
-
-and is padded to 64 bytes. Offsets are unsigned bytes: entry e lies that many tokens after the first one; in pages that are
-not merged e of them.
+Keys are *rotated* at their positions, or *separated* from them: un-rotated, so that readers put the rotation back. Behind
+the pieces of such a page lie, padded to 64 bytes, the position of its first token (int32, little endian) and, if some piece is
+merged, the offsets of all pieces, (E,) each: how many tokens behind it entry e lies, an unsigned byte; otherwise that is e.
 
 Codes lie in *lines* of 64 bytes: 16 lanes of one dword, each with the codes of 4, 8 or 16 (8, 4 or 2 bits) consecutive
 contraction indices, index 4 j + b of them in byte b at the j-th bit field from below. Keys have the entry in the lane and
@@ -34,7 +30,7 @@ own basis with all channels, so what is left out lives on in it. Values always h
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -290,11 +286,6 @@ def identity_head(key_kind: str, value_kind: str, geometry: PageGeometry, merge:
     entries = geometry.page_size // merge
     classes = _all(kind, geometry)
     return HeadLayout("identity", entries, geometry.head_dim, classes, value_kind, merged=merge > 1, channel_scales=True)
-
-
-def separate_keys(layout: PageLayout) -> PageLayout:
-    """`layout` with keys stored without their rotation; a plain page has none to lose."""
-    return layout if layout.is_plain else replace(layout, is_separated=True)
 
 
 def _all(kind: str, geometry: PageGeometry) -> tuple[KeyClass, ...]:

@@ -1,5 +1,6 @@
 """Pages that break naive codecs, in every format, in a model with a flat and an identity layer."""
 
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -15,7 +16,6 @@ from sgl_kernels.page_layout import (
     coded_layout,
     identity_head,
     reduced_layout,
-    separate_keys,
 )
 from sgl_kernels.rope import Rope
 
@@ -55,7 +55,7 @@ def layout_of(name: str, g: PageGeometry, *, separated: bool = False) -> PageLay
         layout = coded_layout(name, *CODED[name], g)
     else:
         layout = reduced_layout(name, classes_of(g), "lloyd2", REDUCED[name], g)
-    return separate_keys(layout) if separated else layout
+    return replace(layout, is_separated=separated)
 
 
 UNEVEN = "uneven"

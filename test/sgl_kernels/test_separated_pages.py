@@ -35,7 +35,7 @@ from sgl_kernels.cpu.tables import piece_table
 from sgl_kernels.errors import KernelLayoutError
 from sgl_kernels.page_codec.positions import gather_first_positions, gather_positions
 from sgl_kernels.page_codec.reference import Entries, open_pages, seal_pages
-from sgl_kernels.page_layout import PageGeometry, PageLayout, plain_layout, separate_keys
+from sgl_kernels.page_layout import PageGeometry, PageLayout, plain_layout
 from sgl_kernels.paged_attention.reference import decode, extend
 from sgl_kernels.rope import TABLE_ROWS, Rope
 
@@ -83,7 +83,6 @@ def test_positions_cost_four_bytes_a_page_and_one_a_merged_entry(size, name):
     assert rotated_keys.position_bytes == 0
     assert layout.page_bytes == rotated_keys.page_bytes + more
     assert layout.metadata_bytes == rotated_keys.metadata_bytes + more
-    assert separate_keys(plain_layout("bf16", g)) == plain_layout("bf16", g)
 
 
 def test_documented_bytes():
