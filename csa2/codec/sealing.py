@@ -59,7 +59,7 @@ class ReferenceSealer:
             to_here = torch.nonzero(wave.target == index).squeeze(-1)
             for origin in torch.unique(wave.source[to_here]).tolist():
                 rows = torch.nonzero(wave.source[to_here] == origin).squeeze(-1)
-                for batch in rows.split(CODEC_BATCH_PAGES):
+                for batch in torch.split(rows, CODEC_BATCH_PAGES):
                     chosen = to_here[batch]
                     size = self._layouts[origin].page_bytes
                     data = torch.stack([arena[at : at + size] for at in wave.offsets[chosen].tolist()])
@@ -79,10 +79,5 @@ class CompiledSealer:
         """See `Sealer.seal`."""
         readers, row = torch.unique(wave.reader, return_inverse=True)
         queries = samples.of(readers)
-        if queries is None:
-            row = torch.full_like(row, -1)
-        else:
-            row = torch.where(queries.flatten(1).any(-1)[row], row, -1)
+        row = torch.full_like(row, -1) if queries is None else torch.where(queries.flatten(1).any(-1)[row], row, -1)
         return self._kernel.seal(arena, wave.source, wave.offsets, wave.target, queries, row)
-
-

@@ -92,11 +92,13 @@ inline void through_flat(float* columns, int entries, int pad, int d, const Basi
   }
 }
 
-// Not finite -> 0, and nothing beyond what a page holds.
+// Not finite -> 0, and nothing beyond what a page holds; `n` is a multiple of 16.
 inline void make_finite(float* x, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) {
-    const float value = (bits_of(x[i]) & 0x7f800000u) == 0x7f800000u ? 0.0f : x[i];
-    x[i] = at_least(at_most(value, kSaturation), -kSaturation);
+  for (int64_t i = 0; i < n; i += kLanes) {
+    const lanes_f value = load_lanes(x + i);
+    const lanes_i broken = (bits_as<lanes_u>(value) & 0x7f800000u) == 0x7f800000u;
+    const lanes_f kept = clamped(broken ? lanes_f{} : value, -kSaturation, kSaturation);
+    std::memcpy(x + i, &kept, sizeof kept);
   }
 }
 

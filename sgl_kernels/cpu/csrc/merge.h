@@ -102,19 +102,16 @@ inline void add_distances(const float* x, int entries, int groups, int pad, floa
 inline void find_owners(int entries, int groups, MergeBuffers& buf) {
   const int padded = round_up(entries, kLanes);
   for (int e = 0; e < padded; e += kLanes) {
-    float best[kLanes];
-    int owner[kLanes] = {};
-    for (int lane = 0; lane < kLanes; ++lane) best[lane] = FLT_MAX;
+    lanes_f best = lanes_f{} + FLT_MAX;
+    lanes_i owner = {};
     for (int p = 0; p < groups; ++p) {
-      const float* product = buf.products + static_cast<int64_t>(p) * padded + e;
-      const float square = buf.squares[p];
-      for (int lane = 0; lane < kLanes; ++lane) {
-        const float distance = square - 2 * product[lane];  // but for the entry's own square, the same for all pivots
-        owner[lane] = distance < best[lane] ? p : owner[lane];
-        best[lane] = distance < best[lane] ? distance : best[lane];
-      }
+      // But for the entry's own square, which is the same for all pivots.
+      const lanes_f distance = buf.squares[p] - 2.0f * load_lanes(buf.products + static_cast<int64_t>(p) * padded + e);
+      const lanes_i nearer = distance < best;
+      owner = nearer ? lanes_i{} + p : owner;
+      best = nearer ? distance : best;
     }
-    std::memcpy(buf.owner + e, owner, sizeof owner);
+    std::memcpy(buf.owner + e, &owner, sizeof owner);
   }
   for (int p = 0; p < groups; ++p) buf.owner[buf.kept[p]] = p;
 }

@@ -69,7 +69,7 @@ class Sealer {
     if (target.bias >= 0)
       for (int e = 0; e < entries_; ++e)
         out[target.bias + e] = static_cast<uint8_t>(
-            bits_of(at_least(at_most(work_.bias[e] * (1 / kBiasStep), 255.0f), 0.0f) + kRounder) & 255u);
+            bits_as<uint32_t>(clamped(work_.bias[e] / kBiasStep, 0.0f, 255.0f) + kRounder) & 255u);
   }
 
  private:
@@ -98,13 +98,19 @@ class Sealer {
   // The logits of the sample, and the share of attention that each entry draws.
   void look(int64_t sample) {
     const int rows = static_cast<int>(args_.num_queries), padded = round_up(entries_, kLanes);
-    const int64_t bytes = d_ * dtype_bytes(args_.query_dtype);
-    const char* from = static_cast<const char*>(args_.queries) + (sample * args_.heads + head_) * rows * bytes;
-    for (int r = 0; r < rows; ++r) to_float(from + r * bytes, args_.query_dtype, d_, work_.queries + static_cast<int64_t>(r) * pad_);
+    const char* from = static_cast<const char*>(args_.queries) +
+                       (sample * args_.heads + head_) * rows * d_ * dtype_bytes(args_.query_dtype);
+    if (from != seen_) to_rows_of(from, rows);
+    seen_ = from;
     matmul_vector<StepF32>(reinterpret_cast<const uint32_t*>(work_.queries), pad_, rows,
                            reinterpret_cast<const Line*>(work_.columns), pad_, d_, padded / kLanes, work_.logits, padded, false);
     stride_ = padded;
     mean_softmax(work_.logits, stride_, rows, work_.bias, entries_, work_.line, work_.share);
+  }
+
+  void to_rows_of(const char* from, int rows) {
+    const int64_t bytes = d_ * dtype_bytes(args_.query_dtype);
+    for (int r = 0; r < rows; ++r) to_float(from + r * bytes, args_.query_dtype, d_, work_.queries + static_cast<int64_t>(r) * pad_);
   }
 
   void merge(int groups, bool sampled) {
@@ -141,7 +147,7 @@ class Sealer {
         const vf x = vload(work_.columns + static_cast<int64_t>(e) * pad_ + c * kLanes);
         sum = even ? vadd(sum, vkeep_first(x, entries_ - e, 0.0f)) : vfma(x, vload(work_.share + e), sum);
       }
-      out[c] = static_cast<uint8_t>(encode_e4m3(even ? vsum(sum) / static_cast<float>(entries_) : vsum(sum)));
+      out[c] = static_cast<uint8_t>(encode_e4m3<uint32_t>(even ? vsum(sum) / static_cast<float>(entries_) : vsum(sum)));
       const vf mean = vset1(code_tables().e4m3[out[c]]);
       for (int e = 0; e < padded; e += kLanes) {
         float* at = work_.columns + static_cast<int64_t>(e) * pad_ + c * kLanes;
@@ -184,7 +190,7 @@ class Sealer {
         low = vmax(low, vkeep_first(vsub(vset1(0.0f), x), entries_ - e, -FLT_MAX));
       }
       const float top = vtop(high), bottom = -vtop(low);
-      out[piece.k_mean + c] = static_cast<uint8_t>(encode_e4m3((top + bottom) / 2));
+      out[piece.k_mean + c] = static_cast<uint8_t>(encode_e4m3<uint32_t>((top + bottom) / 2));
       const float mean = code_tables().e4m3[out[piece.k_mean + c]];
       const uint8_t scale = encode_ue5m3(std::max(std::fabs(top - mean), std::fabs(bottom - mean)) / code_top(kind), true);
       out[piece.k_scales + c] = scale;
@@ -234,6 +240,7 @@ class Sealer {
   const int d_, pad_;
   const BasisRows bases_;
   int head_ = 0, entries_ = 0;
+  const char* seen_ = nullptr;  // the sample that `queries` holds
   int64_t stride_ = 0;
   bool sampled_ = false;
 };
@@ -254,7 +261,8 @@ void seal(const SealArgs& args) {
     work.allocate(scratch, most, round_up(args.head_dim, kLanes), static_cast<int>(args.num_queries));
     Sealer sealer(args, work);
 #pragma omp for schedule(static)
-    for (int64_t i = 0; i < tasks; ++i) sealer.run(args.moves[i / args.heads], static_cast<int>(i % args.heads));
+    for (int64_t i = 0; i < tasks; ++i)  // head by head: pages share the queries of their sample
+      sealer.run(args.moves[i % args.num_moves], static_cast<int>(i / args.num_moves));
   }
 }
 
