@@ -19,10 +19,10 @@ class MergeRule:
     """Constants of scoring and merging, which the caller chooses.
 
     Entries of a head are worth w_e = i_e / mean(i) + `weight_floor`, with i_e the share of attention that entry e draws
-    times the size of its value. The share is the mean softmax of the page's sample of queries or, without one, a softmax over
-    (mean size - size) / deviation of the keys. The entries worth most stay; each other joins the one that is nearest, by
-    squared distance of keys and of values in units of their variance in the page. A group has the key of the one that
-    stayed, the mean value by w, and the bias log(sum of w / w of the one that stayed) more than that.
+    times the size of its value. The share is the mean softmax of the page's sample of queries or, without one, a softmax
+    over (mean size - size) / deviation of the keys. The entries worth most stay; each other joins the one that is nearest,
+    by squared distance of keys and of values in units of their variance in the page. A group has the key of the one that
+    stayed, the mean value by w, and a bias that is log(sum of w / w of the one that stayed) larger.
     """
 
     weight_floor: float

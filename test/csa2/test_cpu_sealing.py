@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from codec_bounds import bias_error, entry_norm_bounds
-from hard_pages import CODED, DIMS, DTYPES, PAGE_SIZES, UNEVEN, bases_of, geometry, hard_pages, layout_of
+from hard_pages import DIMS, DTYPES, PAGE_SIZES, UNEVEN, bases_of, geometry, hard_pages, layout_of
 from page_stores import LADDERS, SIZE, assert_near, full_pages, make_store, read_page
 from torch import Tensor
 
