@@ -31,7 +31,7 @@ test: setup ## Run the tests; ARGS goes on to pytest
 
 asan: setup ## Run the kernel tests with the address and undefined behaviour sanitizers of the compiler
 	@CSA2_SANITIZE=1 ASAN_OPTIONS=detect_leaks=0:verify_asan_link_order=0 LD_PRELOAD=$$($${CXX:-c++} -print-file-name=libasan.so) \
-		$(BIN)/python -m pytest test/sgl_kernels -k cpu $(ARGS) $(call or_say,asan,see the report of the sanitizer above)
+		$(BIN)/python -m pytest test/sgl_kernels test/csa2 -k cpu $(ARGS) $(call or_say,asan,see the report of the sanitizer above)
 
 check: setup ## Lint, format, types and generated documents
 	@echo 'check: ruff check' && $(BIN)/ruff check . $(call or_say,check,ruff found the faults above)

@@ -10,14 +10,12 @@ from csa2.arena import Arena
 from csa2.capacity import ArenaPlan
 from csa2.codec.codec import PageCodec
 from csa2.codec.queries import QuerySamples
+from csa2.codec.sealing import CODEC_BATCH_PAGES, ReferenceSealer, Sealer, Wave
 from csa2.errors import IntegrityError
 from csa2.formats import PLAIN, UNMAPPED, FormatLadder
 from csa2.residency import PageFacts, demotion_steps, sealed_format
 from sgl_kernels.page_codec.positions import gather_first_positions
 from sgl_kernels.page_codec.reference import Entries
-
-CODEC_BATCH_PAGES = 8
-"""Pages encoded at a time: bounds the fp32 workspace of sealing whatever the prompt length."""
 
 
 class PageStore:
@@ -32,6 +30,7 @@ class PageStore:
     ) -> None:
         self.ladder = ladder
         self.codec = codec.to(device)
+        self._sealer: Sealer = ReferenceSealer(ladder.layouts, self.codec)
         self.arena = Arena(plan, num_virtual_pages, device)
         self.facts = PageFacts.empty(num_virtual_pages)
         self.page_size = ladder.geometry.page_size
@@ -57,6 +56,10 @@ class PageStore:
     def mapped_pages(self) -> int:
         """Pages in use, the padding page left out."""
         return sum(self.arena.counts)
+
+    def seal_with(self, sealer: Sealer) -> None:
+        """Let `sealer` re-encode pages from now on."""
+        self._sealer = sealer
 
     def map_pages(self, pages: Tensor) -> None:
         """Give unmapped `pages` a plain place filled with zeros.
@@ -242,22 +245,14 @@ class PageStore:
     def _reencode_wave(self, pages: Tensor, before: Tensor, target: Tensor) -> None:
         formats = len(self.ladder.layouts)
         moves = before * formats + target
-        packed: dict[int, list[Tensor]] = {}
-        placed: dict[int, list[Tensor]] = {}
-        for move in torch.unique(moves).tolist():
-            index, moving = move % formats, pages[moves == move]
-            for start in range(0, moving.numel(), CODEC_BATCH_PAGES):
-                batch = moving[start : start + CODEC_BATCH_PAGES]
-                layout = self.ladder.layouts[index]
-                queries = self.samples.of(self.facts.reader[batch])
-                packed.setdefault(index, []).append(self.codec.seal(self.read(batch), layout, queries))
-                placed.setdefault(index, []).append(batch)
+        wave = Wave(before, self.arena.offsets[pages], target, self.facts.reader[pages])
+        packed = self._sealer.seal(self.arena.buffer, wave, self.samples)
         # Release before allocating: the place of the smaller form may be the one that is freed.
         self.arena.release(pages)
-        for index, pieces in packed.items():
-            where = torch.cat(placed[index])
+        for index, data in packed.items():
+            where = pages[target == index]
             self.arena.allocate(where, index)
-            self.arena.write_pages(index, where, torch.cat(pieces))
+            self.arena.write_pages(index, where, data)
         names = self.ladder.names
         steps = torch.bincount(moves, minlength=formats**2).tolist()
         for step, count in enumerate(steps):

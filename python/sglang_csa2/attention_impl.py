@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from csa2.codec.sealing import CompiledSealer
 from csa2.impl import resolve_impl
 from csa2.store import PageStore
 from sgl_kernels.paged_attention import reference
@@ -59,6 +60,7 @@ class CompiledAttention:
         self.kernels = CpuAttention(store.ladder.layouts, store.codec.bases)
         self.kernels.advise(store.arena.buffer)
         pool.write_with(self.kernels.write_plain)
+        store.seal_with(CompiledSealer(store.ladder.layouts, store.codec))
 
     def plan(self, pages: Tensor, lengths: Tensor, new: Tensor) -> BatchPlan:
         """See `Attention.plan`."""

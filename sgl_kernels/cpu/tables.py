@@ -12,6 +12,7 @@ from sgl_kernels.page_layout import LANES, HeadLayout, PageLayout
 FIELDS = 28
 MAX_CLASSES = 4
 BASES = {"model": 0, "flat": 1, "identity": 2, "reduced": 3}
+DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 CODES = {"plain": 0, "e4m3": 1, "e2m1": 2, "int4": 3, "int4_asymmetric": 4, "lloyd2": 5}
 
 

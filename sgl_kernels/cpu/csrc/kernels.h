@@ -34,6 +34,38 @@ struct AttentionArgs {
 
 void extend_attention(const AttentionArgs& args);
 
+// A page to be written in another format.
+struct PageMove {
+  int64_t source, offset;      // its format, and where it lies in the arena
+  int64_t target, out_offset;  // the coded format it gets, and where in the output
+  int64_t sample;              // which sample of queries weights its entries; -1: none
+};
+
+// What scoring and merging leave to the caller; see `sgl_kernels/page_codec/cpu.py`.
+struct MergeRule {
+  float weight_floor, equal_sizes, rounding;
+};
+
+struct SealArgs {
+  const uint8_t* arena;
+  uint8_t* out;
+  const PageMove* moves;
+  int64_t num_moves;
+  const HeadPiece* pieces;  // (formats, heads): all layers and heads of a page
+  int heads, head_dim;
+  Dtype dtype;  // of plain pages
+  const float* flat;  // (D, D), symmetric and orthonormal
+  bool hadamard;      // whether it is Sylvester's matrix
+  const float *reduced, *reduced_t;  // (heads, D, C) and (heads, C, D), or null
+  int64_t reduced_channels;
+  const void* queries;  // (samples, heads, num_queries, D), softmax scale included
+  int64_t num_queries;
+  Dtype query_dtype;
+  MergeRule rule;
+  int threads;
+};
+void seal(const SealArgs& args);
+
 // out = x / rms(x) * weight; with a residual it is added to x first, and becomes the sum.
 struct RmsNormArgs {
   const void* x;

@@ -141,6 +141,34 @@ void write_rows(TensorView arena, TensorView rows, TensorView keys, TensorView v
   }
 }
 
+// Re-encode pages: see `SealArgs`. `moves` (n, 5), `pieces` (formats, heads, fields), `dtype` of plain pages.
+void seal_op(TensorView out, TensorView arena, TensorView moves, TensorView pieces, int64_t dtype, TensorView flat,
+             bool hadamard, TensorView reduced, TensorView reduced_t, Optional<TensorView> queries, double weight_floor, double equal_sizes,
+             double rounding, int64_t threads) {
+  SealArgs args{};
+  args.out = static_cast<uint8_t*>(out.data_ptr());
+  args.arena = static_cast<const uint8_t*>(arena.data_ptr());
+  args.moves = static_cast<const PageMove*>(moves.data_ptr());
+  args.num_moves = moves.size(0);
+  args.pieces = static_cast<const HeadPiece*>(pieces.data_ptr());
+  args.heads = static_cast<int>(pieces.size(1));
+  args.head_dim = static_cast<int>(flat.size(0));
+  args.dtype = static_cast<Dtype>(dtype);
+  args.flat = static_cast<const float*>(flat.data_ptr());
+  args.hadamard = hadamard;
+  args.reduced = static_cast<const float*>(reduced.data_ptr());
+  args.reduced_t = static_cast<const float*>(reduced_t.data_ptr());
+  args.reduced_channels = reduced.size(2);
+  if (queries.has_value()) {
+    args.queries = queries.value().data_ptr();
+    args.num_queries = queries.value().size(2);
+    args.query_dtype = dtype_of(queries.value());
+  }
+  args.rule = {static_cast<float>(weight_floor), static_cast<float>(equal_sizes), static_cast<float>(rounding)};
+  args.threads = static_cast<int>(threads);
+  seal(args);
+}
+
 // Best effort: a system without huge pages, or that refuses, is as good as one that grants none.
 void advise_huge_pages(TensorView buffer) {
 #if defined(__linux__)
@@ -170,4 +198,5 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(silu_and_mul, csa2::silu_and_mul_op);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(rotate, csa2::rotate_op);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(write_rows, csa2::write_rows);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(advise_huge_pages, csa2::advise_huge_pages);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(seal, csa2::seal_op);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(enable, csa2::enable);

@@ -1,0 +1,83 @@
+"""Re-encoding pages of an arena: the torch codec, page by page, and compiled code that does the same in one call."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from csa2.codec.codec import PageCodec
+from csa2.codec.importance import EQUAL_SIZES
+from csa2.codec.merging import ROUNDING, WEIGHT_FLOOR
+from csa2.codec.queries import QuerySamples
+from sgl_kernels.page_codec.cpu import CpuSealer, MergeRule
+from sgl_kernels.page_layout import PageLayout
+
+CODEC_BATCH_PAGES = 8
+"""Pages that the torch codec encodes at a time: bounds its fp32 workspace whatever the prompt length."""
+
+
+@dataclass(frozen=True)
+class Wave:
+    """Full pages that are re-encoded together; N of them, (N,) int64 each."""
+
+    source: Tensor
+    """Format of each page, an index into the layouts."""
+    offsets: Tensor
+    """Its byte offset in the arena."""
+    target: Tensor
+    """The smaller format that it gets."""
+    reader: Tensor
+    """Whose queries weight its entries, see `QuerySamples.readers`."""
+
+
+class Sealer(Protocol):
+    """One implementation, bound to the layouts of one model."""
+
+    def seal(self, arena: Tensor, wave: Wave, samples: QuerySamples) -> dict[int, Tensor]:
+        """For each target format (n, page_bytes) uint8: its pages as `PageCodec.seal` makes them, in the order of the wave.
+
+        Args:
+            arena: (bytes,) uint8, unchanged.
+        """
+
+
+class ReferenceSealer:
+    """The torch codec."""
+
+    def __init__(self, layouts: Sequence[PageLayout], codec: PageCodec) -> None:
+        self._layouts, self._codec = layouts, codec
+
+    def seal(self, arena: Tensor, wave: Wave, samples: QuerySamples) -> dict[int, Tensor]:
+        """See `Sealer.seal`."""
+        packed = {}
+        for index in torch.unique(wave.target).tolist():
+            size = self._layouts[index].page_bytes
+            packed[index] = torch.empty(int((wave.target == index).sum()), size, dtype=torch.uint8, device=arena.device)
+        for index, pages in packed.items():
+            to_here = torch.nonzero(wave.target == index).squeeze(-1)
+            for origin in torch.unique(wave.source[to_here]).tolist():
+                rows = torch.nonzero(wave.source[to_here] == origin).squeeze(-1)
+                for batch in torch.split(rows, CODEC_BATCH_PAGES):
+                    chosen = to_here[batch]
+                    size = self._layouts[origin].page_bytes
+                    data = torch.stack([arena[at : at + size] for at in wave.offsets[chosen].tolist()])
+                    entries = self._codec.open(data, self._layouts[origin])
+                    pages[batch] = self._codec.seal(entries, self._layouts[index], samples.of(wave.reader[chosen]))
+        return packed
+
+
+class CompiledSealer:
+    """One call of compiled code for the whole wave."""
+
+    def __init__(self, layouts: Sequence[PageLayout], codec: PageCodec, isa: str | None = None) -> None:
+        """Raises KernelBuildError or InstructionSetError: see `sgl_kernels.cpu.build.load`."""
+        self._kernel = CpuSealer(layouts, codec.bases, MergeRule(WEIGHT_FLOOR, EQUAL_SIZES, ROUNDING), isa)
+
+    def seal(self, arena: Tensor, wave: Wave, samples: QuerySamples) -> dict[int, Tensor]:
+        """See `Sealer.seal`."""
+        readers, row = torch.unique(wave.reader, return_inverse=True)
+        queries = samples.of(readers)
+        row = torch.full_like(row, -1) if queries is None else torch.where(queries.flatten(1).any(-1)[row], row, -1)
+        return self._kernel.seal(arena, wave.source, wave.offsets, wave.target, queries, row)
