@@ -14,8 +14,9 @@ groups of merged tokens) a piece holds, in this order:
 Scales are unsigned E5M3 bytes, means E4M3, biases unsigned steps of 1/16 nat.
 
 Keys are *rotated* at their positions, or *separated* from them: un-rotated, so that readers put the rotation back. Behind
-the pieces of such a page lie, padded to 64 bytes, the position of its first token (int32, little endian) and, if some piece is
-merged, the offsets of all pieces, (E,) each: how many tokens behind it entry e lies, an unsigned byte; otherwise that is e.
+the pieces of such a page lie, padded to 64 bytes, the position of its first token (int32, little endian) and, if some piece
+is merged, the offsets of all pieces, (E,) each: how many tokens behind it entry e lies, an unsigned byte; otherwise that
+is e.
 
 Codes lie in *lines* of 64 bytes: 16 lanes of one dword, each with the codes of 4, 8 or 16 (8, 4 or 2 bits) consecutive
 contraction indices, index 4 j + b of them in byte b at the j-th bit field from below. Keys have the entry in the lane and
