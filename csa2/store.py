@@ -1,7 +1,6 @@
 """The page store: virtual pages with their bytes, formats and facts; sealing, demotion and the accounting of both."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -10,7 +9,7 @@ from csa2.arena import Arena
 from csa2.capacity import ArenaPlan
 from csa2.codec.codec import PageCodec
 from csa2.codec.queries import QuerySamples
-from csa2.codec.sealing import CODEC_BATCH_PAGES, ReferenceSealer, Sealer, Wave
+from csa2.codec.sealing import CODEC_BATCH_PAGES, ReferenceSealer, Sealer, Wave, standing_from
 from csa2.errors import IntegrityError
 from csa2.formats import PLAIN, UNMAPPED, FormatLadder
 from csa2.residency import PageFacts, demotion_steps, sealed_format
@@ -171,9 +170,7 @@ class PageStore:
         index = int(self.arena.formats[pages[0]])
         entries = self.codec.open(self.arena.read_pages(index, pages), self.ladder.layouts[index])
         if self.ladder.is_separated and index == PLAIN:
-            slots = torch.arange(self.page_size)
-            positions = (self.facts.position[pages, None] + slots)[:, None]
-            entries = replace(entries, positions=positions.expand(entries.keys.shape[:-1]))
+            entries = standing_from(entries, self.facts.position[pages])
         return entries
 
     def check_integrity(self) -> None:
@@ -245,7 +242,7 @@ class PageStore:
     def _reencode_wave(self, pages: Tensor, before: Tensor, target: Tensor) -> None:
         formats = len(self.ladder.layouts)
         moves = before * formats + target
-        wave = Wave(before, self.arena.offsets[pages], target, self.facts.reader[pages])
+        wave = Wave(before, self.arena.offsets[pages], target, self.facts.reader[pages], self.facts.position[pages])
         packed = self._sealer.seal(self.arena.buffer, wave, self.samples)
         # Release before allocating: the place of the smaller form may be the one that is freed.
         self.arena.release(pages)

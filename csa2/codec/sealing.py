@@ -1,7 +1,7 @@
 """Re-encoding pages of an arena: the torch codec, page by page, and compiled code that does the same in one call."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -12,6 +12,7 @@ from csa2.codec.importance import EQUAL_SIZES
 from csa2.codec.merging import ROUNDING, WEIGHT_FLOOR
 from csa2.codec.queries import QuerySamples
 from sgl_kernels.page_codec.cpu import CpuSealer, MergeRule
+from sgl_kernels.page_codec.reference import Entries
 from sgl_kernels.page_layout import PageLayout
 
 CODEC_BATCH_PAGES = 8
@@ -30,6 +31,15 @@ class Wave:
     """The smaller format that it gets."""
     reader: Tensor
     """Whose queries weight its entries, see `QuerySamples.readers`."""
+    position: Tensor | None = None
+    """Of its first token; needed where the layouts separate keys from positions."""
+
+
+def standing_from(entries: Entries, first: Tensor) -> Entries:
+    """Entries of N uncompressed pages whose first tokens stand at positions `first` (N,)."""
+    slots = torch.arange(entries.keys.shape[-2], device=first.device)
+    positions = (first[:, None] + slots)[:, None]
+    return replace(entries, positions=positions.expand(entries.keys.shape[:-1]))
 
 
 class Sealer(Protocol):
@@ -64,6 +74,8 @@ class ReferenceSealer:
                     size = self._layouts[origin].page_bytes
                     data = torch.stack([arena[at : at + size] for at in wave.offsets[chosen].tolist()])
                     entries = self._codec.open(data, self._layouts[origin])
+                    if wave.position is not None and entries.positions is None:
+                        entries = standing_from(entries, wave.position[chosen])
                     pages[batch] = self._codec.seal(entries, self._layouts[index], samples.of(wave.reader[chosen]))
         return packed
 

@@ -41,10 +41,12 @@ class Content:
     """(L x G, E)"""
 
 
-def make_store(num_slabs: int = 5, slab_pages: int = 2, ladder: FormatLadder = LADDER, pages: int = 24) -> PageStore:
+def make_store(
+    num_slabs: int = 5, slab_pages: int = 2, ladder: FormatLadder = LADDER, pages: int = 24, codec: PageCodec = CODEC
+) -> PageStore:
     slab = slab_pages * ladder.page_bytes[0]
     plan = ArenaPlan(slab, num_slabs, ladder.page_bytes, packing(slab, ladder.page_bytes), ladder.guard)
-    store = PageStore(ladder, plan, pages, CODEC)
+    store = PageStore(ladder, plan, pages, codec)
     store.arena.buffer[: plan.arena_bytes] = 0xFF  # NaN, wherever nobody has written
     return store
 

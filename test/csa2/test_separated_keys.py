@@ -177,9 +177,7 @@ LADDER = make_ladder(GEOMETRY, "fp4", "csa2-4x", "fp8", even_heads("csa2-4x", CL
 
 
 def new_store() -> PageStore:
-    store = make_store(ladder=LADDER)
-    store.codec = CODEC
-    return store
+    return make_store(ladder=LADDER, codec=CODEC)
 
 
 def write_at(store: PageStore, page: int, position: int, count: int = SIZE, first_slot: int = 0) -> Tensor:

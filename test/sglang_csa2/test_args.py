@@ -51,11 +51,14 @@ def llama(tmp_path, monkeypatch):
         data_digest="",
         samples=1,
         sample_tokens=128,
+        budget_samples=1,
+        budget_tokens=384,
         seed=0,
+        menu=(),
         versions={},
     )
     order = torch.arange(64, dtype=torch.int16).expand(2, 1, 64)
-    save(Calibration(config=config, channel_order=order), tmp_path / "calibration")
+    save(Calibration(config=config, channel_order=order, losses=torch.zeros(0, 2, 1)), tmp_path / "calibration")
     monkeypatch.chdir(tmp_path)
     return str(write_model(tmp_path / "llama"))
 
