@@ -18,7 +18,7 @@ from typing import Any
 
 import requests
 
-START_TIMEOUT_S = 300
+START_TIMEOUT_S = 900
 
 
 class Server:
