@@ -20,15 +20,12 @@ from typing import Any
 import torch
 from codec_scenes import CODED, CONTEXT, LATER, QUERIES, Scene, make_scene
 from codec_tables import STAGES, Study, Table
-from common import arguments, demo_model, environment
+from common import CALIBRATION, arguments, demo_model, environment
 
-import csa2
 from csa2.calibrate.artefact import check_model, load
 from csa2.calibrate.capture import CapturedModel
 from csa2.check.documents import KINDS, shipped_documents
-from csa2.demo_model import MODEL_NAME
 
-SHIPPED = Path(csa2.__file__).parent / "calibrations" / MODEL_NAME
 Found = dict[str, dict[str, list[float]]]
 """Row, column, error of each document."""
 
@@ -48,7 +45,7 @@ def parse() -> argparse.Namespace:
         # At least two: pairs of channels are ordered by what the others show.
         parser.error(f"--documents {options.documents} is out of range: give 2 to {len(KINDS)}")
     if options.model is None and options.calibration is None:
-        options.calibration = SHIPPED
+        options.calibration = CALIBRATION
     return options
 
 

@@ -18,6 +18,11 @@ from typing import Any
 
 import requests
 
+import csa2
+from csa2.demo_model import MODEL_NAME
+
+CALIBRATION = Path(csa2.__file__).parent / "calibrations" / MODEL_NAME
+"""The calibration of the demo model that ships."""
 START_TIMEOUT_S = 900
 
 

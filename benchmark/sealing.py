@@ -16,10 +16,9 @@ from typing import Any
 
 import psutil
 import torch
-from common import Server, arguments, demo_model, prompts, report, servers
+from common import CALIBRATION, Server, arguments, demo_model, prompts, report, servers
 from torch import Tensor
 
-import csa2
 from csa2.calibrate.artefact import load
 from csa2.codec.assembly import codec_and_ladder
 from csa2.codec.channels import make_rotation
@@ -30,7 +29,6 @@ from sgl_kernels.page_layout import PageGeometry
 
 GEOMETRY = PageGeometry(30, 3, 64, 64, torch.bfloat16)
 QUERY_HEADS = 9
-CALIBRATION = Path(csa2.__file__).parent / "calibrations" / "smollm2-135m-instruct"
 SETTINGS = {
     "ratio 1": CacheOptions(),
     "ratio 4": CacheOptions(ratio="4", calibration=str(CALIBRATION)),

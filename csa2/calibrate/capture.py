@@ -19,8 +19,9 @@ from sgl_kernels.rope import Rope
 
 _NAME = "csa2_capture"
 
-Visit = Callable[[int, Tensor, Tensor, Tensor], None]
-"""Called with layer, queries (H, T, D) scaled, keys (G, T, D) and values (G, T, D) of one sample, fp32, rotated."""
+Visit = Callable[[int, Tensor, Tensor, Tensor], Tensor | None]
+"""Called with layer, queries (H, T, D) scaled, keys (G, T, D) and values (G, T, D) of one sample, fp32, rotated. What it
+returns, (H, T, D), stands for the attention output; None leaves that to SDPA."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ class CapturedModel:
             return output
 
         positions = torch.arange(context, len(tokens), device=self.device)[None]
-        with _replaying(replay), torch.enable_grad():
+        with _watching(replay), torch.enable_grad():
             asked = torch.tensor([tokens[context:]], device=self.device)
             logits = self.model(asked, position_ids=positions, use_cache=False).logits[0]
             log_probability = torch.log_softmax(logits.float(), -1)
@@ -135,11 +136,7 @@ def _gradient(output: Tensor) -> Tensor:
     return torch.zeros_like(output) if output.grad is None else output.grad
 
 
-Replay = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""Called like `Visit`, with the new tokens alone; gives the attention output (H, T, D)."""
-
 _visit: Visit | None = None
-_replay: Replay | None = None
 
 
 @contextmanager
@@ -152,29 +149,18 @@ def _watching(visit: Visit) -> Iterator[None]:
         _visit = None
 
 
-@contextmanager
-def _replaying(replay: Replay) -> Iterator[None]:
-    global _replay
-    _replay = replay
-    try:
-        yield
-    finally:
-        _replay = None
-
-
 def _register() -> None:
-    """Make transformers know an attention that shows its inputs and then does what SDPA does."""
+    """Make transformers know an attention that shows its inputs and then, unless told the output, does what SDPA does."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import sdpa_mask
 
     def watched(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
-        if _replay is not None:
-            output = _replay(module.layer_idx, query[0].float() * scale, key[0].float(), value[0].float())
-            return output.to(query.dtype).transpose(0, 1)[None].contiguous(), None
         if _visit is not None:
-            _visit(module.layer_idx, query[0].float() * scale, key[0].float(), value[0].float())
+            scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
+            output = _visit(module.layer_idx, query[0].float() * scale, key[0].float(), value[0].float())
+            if output is not None:
+                return output.to(query.dtype).transpose(0, 1)[None].contiguous(), None
         return sdpa_attention_forward(module, query, key, value, *args, **kwargs)
 
     AttentionInterface.register(_NAME, watched)

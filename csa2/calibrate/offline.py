@@ -6,7 +6,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from csa2.codec.codec import PageCodec
 from sgl_kernels.page_codec.reference import Entries
+from sgl_kernels.page_layout import PageLayout
 
 
 def rows(keys: Tensor, values: Tensor, start: int, stop: int) -> Entries:
@@ -33,6 +35,16 @@ def sequence(of_pages: Entries) -> Entries:
 
     bias = None if of_pages.bias is None else flat(of_pages.bias)
     return Entries(flat(of_pages.keys), flat(of_pages.values), bias)
+
+
+def stored(codec: PageCodec, layout: PageLayout, plain: Entries, sample: Tensor) -> Entries:
+    """The sequence that comes back of uncompressed pages `plain` (N, G, S, D) from one coded format.
+
+    Args:
+        sample: (1, G, M, D) queries that all pages were read by.
+    """
+    queries = sample.expand(plain.keys.shape[0], -1, -1, -1)
+    return sequence(codec.open(codec.seal(plain, layout, queries), layout))
 
 
 def joined(parts: Sequence[Entries]) -> Entries:

@@ -3,8 +3,7 @@
 A small error d in the attention output of a head changes the distribution of the next token by a divergence of g . F . g / 2
 nat, which one backward pass estimates for all heads at once: with labels drawn from the model's own distribution and g the
 gradient of their log-probability, the mean of (g . d)^2 / 2 (the empirical Fisher information; Theis et al. 2018, "Faster
-gaze prediction with dense networks and Fisher pruning", use it to prune). On SmolLM2-135M the sums agree within a fifth with
-the divergence measured by compressing a single layer.
+gaze prediction with dense networks and Fisher pruning", use it to prune).
 
 The error d is that of the codec that serves: pages of the sample sealed and opened in each choice of the menu, everything
 else exact.
@@ -17,7 +16,8 @@ import torch
 from torch import Tensor
 
 from csa2.calibrate.capture import CapturedLayer
-from csa2.calibrate.offline import attend, joined, pages, rows, sequence
+from csa2.calibrate.offline import attend, joined, pages, rows, stored
+from csa2.calibrate.statistics import PAGE_TOKENS
 from csa2.codec.budgets import HeadBudget
 from csa2.codec.channels import Rotation
 from csa2.codec.codec import make_codec
@@ -28,7 +28,6 @@ SCORED_TOKENS = 512
 """Tokens at the end of a sample whose predictions count."""
 EXACT_TOKENS = 1024
 """Tokens before them that stay exact, as in the warm window of a server."""
-PAGE_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -75,17 +74,15 @@ def layer_losses(
     before = rows(layer.keys, layer.values, 0, PAGE_TOKENS)
     after = rows(layer.keys, layer.values, split.last_page * PAGE_TOKENS, tokens)
     plain = pages(layer.keys, layer.values, 1, split.last_page, PAGE_TOKENS)
-    queries = layer.sample.expand(split.last_page - 1, -1, -1, -1)
     geometry = PageGeometry(1, groups, dim, PAGE_TOKENS, torch.bfloat16)
     losses = []
     for choice in choices:
         head = choice.layout(geometry)
         layout = PageLayout("choice", geometry, (head,) * groups)
         codec = make_codec(geometry, rotation, (head.key_classes,) * groups, orders)
-        opened = codec.open(codec.seal(plain, layout, queries), layout)
-        error = attend(layer.asked, joined((before, sequence(opened), after))) - exact
-        by_query = (
-            (gradient * error).view(groups, -1, *error.shape[1:]).sum((1, 3))
-        )  # the query heads of a group err together
+        coded = stored(codec, layout, plain, layer.sample)
+        error = attend(layer.asked, joined((before, coded, after))) - exact
+        # The query heads of a group err together.
+        by_query = (gradient * error).view(groups, -1, *error.shape[1:]).sum((1, 3))
         losses.append(by_query.square().mean(-1) / 2)
     return torch.stack(losses)

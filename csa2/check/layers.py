@@ -13,7 +13,7 @@ import torch
 
 from csa2.calibrate.artefact import load
 from csa2.calibrate.capture import CapturedLayer, CapturedModel
-from csa2.calibrate.offline import attend, joined, pages, rows, sequence
+from csa2.calibrate.offline import attend, joined, pages, rows, stored
 from csa2.check.formats import PLAIN_FORMAT, cache_options
 from csa2.check.prompts import STEP_TOKENS
 from csa2.codec.assembly import codec_and_ladder
@@ -93,9 +93,7 @@ def _compressed(
     def sealed(index: int, first: int, last: int) -> Entries:
         if layouts[index].is_plain or first == last:
             return rows(keys, values, first * PAGE_SIZE, last * PAGE_SIZE)
-        plain = pages(keys, values, first, last, PAGE_SIZE)
-        queries = layer.sample.expand(last - first, -1, -1, -1)
-        return sequence(codec.open(codec.seal(plain, layouts[index], queries), layouts[index]))
+        return stored(codec, layouts[index], pages(keys, values, first, last, PAGE_SIZE), layer.sample)
 
     return joined(
         (

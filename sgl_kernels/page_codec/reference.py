@@ -11,7 +11,7 @@ are coded without their rotation, which reading puts back entry by entry.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -154,20 +154,16 @@ def side_by_side(parts: Sequence[Entries]) -> Entries:
 def open_pages(packed: Tensor, layout: PageLayout, bases: CodecBases) -> Entries:
     """Entries of N coded pages in the model's own basis, all layers: heads is L x G, fp32."""
     g = layout.geometry.num_kv_heads
-    shape = (packed.shape[0], len(layout.heads), layout.entries, layout.geometry.head_dim)
-    keys, values = packed.new_zeros(shape, dtype=torch.float32), packed.new_zeros(shape, dtype=torch.float32)
-    bias = packed.new_full(shape[:3], -math.inf, dtype=torch.float32) if layout.is_merged else None
     positions = take_positions(packed, layout) if layout.is_separated else None
+    layers = []
     for layer in range(layout.geometry.num_layers):
         start, size = layout.layer_range(layer)
-        heads, some = slice(layer * g, (layer + 1) * g), slice(max(head.entries for head in layout.layer_heads(layer)))
-        at = None if positions is None else positions[:, heads, some]
+        most = max(head.entries for head in layout.layer_heads(layer))
+        at = None if positions is None else positions[:, layer * g : (layer + 1) * g, :most]
         opened = open_layer(packed[:, start : start + size].contiguous(), layout, layer, bases, at)
-        keys[:, heads, some] = opened.keys @ bases.flat if layout.folds_keys(layer) else opened.keys
-        values[:, heads, some] = opened.values @ bases.flat
-        if bias is not None:
-            bias[:, heads, some] = 0.0 if opened.bias is None else opened.bias
-    return Entries(keys, values, bias, positions)
+        keys = opened.keys @ bases.flat if layout.folds_keys(layer) else opened.keys
+        layers.append(Entries(keys, opened.values @ bases.flat, opened.bias))
+    return replace(side_by_side(layers), positions=positions)
 
 
 def _put_values(piece: Tensor, y: Tensor, head: HeadLayout, share: Tensor) -> None:

@@ -104,14 +104,23 @@ def test_context_beyond_the_window_of_the_model(
     assert "but the model takes 8192" in said
 
 
+def config_of(model: Path) -> dict[str, object]:
+    config: dict[str, object] = json.loads((model / "config.json").read_text())
+    return config
+
+
+def with_config(model: Path, folder: Path, config: dict[str, object]) -> None:
+    """The files of `model` in `folder`, with another config.json."""
+    for file in model.iterdir():
+        if file.name != "config.json":
+            (folder / file.name).symlink_to(file)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 def test_model_that_cannot_be_compressed(
     capsys: pytest.CaptureFixture[str], demo_model: Path, text: Path, tmp_path: Path
 ) -> None:
-    for file in demo_model.iterdir():
-        (tmp_path / file.name).symlink_to(file)
-    config = json.loads((demo_model / "config.json").read_text())
-    (tmp_path / "config.json").unlink()
-    (tmp_path / "config.json").write_text(json.dumps({**config, "head_dim": 20}))
+    with_config(demo_model, tmp_path, {**config_of(demo_model), "head_dim": 20})
     assert "head dimension 20" in failure(capsys, "--model", tmp_path, "--text", text, *SMALL)
 
 
@@ -156,13 +165,10 @@ def test_a_variant_is_measured_beside_the_default_one_by_the_reference(
 def test_a_rotary_embedding_without_the_variant(
     capsys: pytest.CaptureFixture[str], demo_model: Path, text: Path, tmp_path: Path
 ) -> None:
-    for file in demo_model.iterdir():
-        (tmp_path / file.name).symlink_to(file)
-    config = json.loads((demo_model / "config.json").read_text())
-    (tmp_path / "config.json").unlink()
     yarn = {"rope_type": "yarn", "rope_theta": 100000.0, "factor": 4.0, "original_max_position_embeddings": 2048}
+    config = config_of(demo_model)
     changed = {key: value for key, value in config.items() if key not in ("rope_theta", "rope_scaling", "rope_parameters")}
-    (tmp_path / "config.json").write_text(json.dumps({**changed, "rope_parameters": yarn}))
+    with_config(demo_model, tmp_path, {**changed, "rope_parameters": yarn})
     said = failure(capsys, "--model", tmp_path, "--text", text, *SMALL, "--variant", "separated")
     assert "does not know the rotary embedding 'yarn'" in said
 

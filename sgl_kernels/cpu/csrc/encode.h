@@ -76,33 +76,34 @@ CSA2_ALWAYS lanes_u encode_lanes(lanes_f y) {
   return -(lanes_u)((y > -0.9816f) + (y > 0.0f) + (y > 0.9816f));  // a comparison that holds is -1
 }
 
+// The codes of kBytes x 8 / bits rows from `first` on, in fields of each lane; rows from `contraction` on are code 0.
+template <int64_t kKind, int kBytes>
+CSA2_ALWAYS lanes_u code_fields(const float* rows, int64_t stride, int first, int contraction) {
+  constexpr int kBits = code_bits(kKind);
+  lanes_u fields = {};
+  for (int j = 0; j < 8 / kBits; ++j)
+    for (int b = 0; b < kBytes; ++b) {
+      const int i = first + kBytes * j + b;
+      if (i < contraction) fields |= encode_lanes<kKind>(load_lanes(rows + i * stride)) << (8 * b + kBits * j);
+    }
+  return fields;
+}
+
 // One block of 16 lanes: rows (contraction, 16), `stride` floats apart and divided by their scales -> lines. Lanes from
 // `valid` on and indices from `contraction` on are code 0.
 template <int64_t kKind>
 inline void pack_codes_of(const float* rows, int64_t stride, int contraction, int valid, int lane_blocks, int block,
                           uint8_t* out) {
-  constexpr int kBits = code_bits(kKind), kFields = 8 / kBits, kWidth = 4 * kFields;
+  constexpr int kWidth = 32 / code_bits(kKind);
   const int halves = (2 * contraction + kWidth - 1) / kWidth, full = halves / 2;
   lanes_u keep;
   for (int lane = 0; lane < kLanes; ++lane) keep[lane] = lane < valid ? ~0u : 0u;
   for (int g = 0; g < full; ++g) {
-    lanes_u line = {};
-    for (int j = 0; j < kFields; ++j)
-      for (int b = 0; b < 4; ++b) {
-        const int i = g * kWidth + 4 * j + b;
-        if (i < contraction) line |= encode_lanes<kKind>(load_lanes(rows + i * stride)) << (8 * b + kBits * j);
-      }
-    line &= keep;
+    const lanes_u line = code_fields<kKind, 4>(rows, stride, g * kWidth, contraction) & keep;
     std::memcpy(out + (static_cast<int64_t>(g) * lane_blocks + block) * kLineBytes, &line, kLineBytes);
   }
   if (halves % 2 == 0) return;
-  lanes_u words = {};
-  for (int j = 0; j < kFields; ++j)
-    for (int b = 0; b < 2; ++b) {
-      const int i = full * kWidth + 2 * j + b;
-      if (i < contraction) words |= encode_lanes<kKind>(load_lanes(rows + i * stride)) << (8 * b + kBits * j);
-    }
-  words &= keep;
+  const lanes_u words = code_fields<kKind, 2>(rows, stride, full * kWidth, contraction) & keep;
   uint8_t* half = out + static_cast<int64_t>(full) * lane_blocks * kLineBytes + block * kLineBytes / 2;
   for (int lane = 0; lane < kLanes; ++lane) {
     const uint16_t word = static_cast<uint16_t>(words[lane]);
