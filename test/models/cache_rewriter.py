@@ -8,15 +8,19 @@ from torch import Tensor
 
 from csa2.codec.assembly import codec_and_ladder
 from csa2.codec.queries import DECODE_INTERVAL, QuerySamples
+from csa2.codec.sealing import CompiledSealer, ReferenceSealer, Sealer, Wave
+from csa2.formats import PLAIN
+from csa2.impl import resolve_impl
 from csa2.options import PAGE_SIZE, CacheOptions, RopeVariant
-from sgl_kernels.page_codec.reference import Entries
 from sgl_kernels.page_layout import PageGeometry
 from sglang_csa2.model import rotation_of
 from sglang_csa2.rope import separable_rope
 
 
 class CacheRewriter:
-    """Puts into SGLang's own cache what the codec makes of its pages. The decoder is the one of `codec_bounds`."""
+    """Puts into SGLang's own cache what sealing makes of its pages, by the implementation that serves by default: where an
+    entry lies between two codes, another one may choose differently, which is what `test_cpu_sealing` bounds. The decoder is
+    the one of `codec_bounds`."""
 
     def __init__(self, scheduler: Any, identity_layers: tuple[int, ...], rope: RopeVariant = "rotated") -> None:
         self.pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
@@ -31,9 +35,10 @@ class CacheRewriter:
         model, options = scheduler.tp_worker.model_runner.model, CacheOptions(ratio="2", rope=rope)
         rotation = rotation_of(model, self.pool.head_dim)
         known = separable_rope(options, model, rotation)
-        self.codec, ladder = codec_and_ladder(options, geometry, rotation, None, known)
-        # Merged pages have fewer entries than the rows of SGLang's cache.
-        self.layouts = {layout.name: layout for layout in ladder.layouts}
+        # Ratio 2 and no calibration: merged pages have fewer entries than the rows of SGLang's cache.
+        self.codec, self.ladder = codec_and_ladder(options, geometry, rotation, None, known)
+        compiles = resolve_impl("auto", rope).name == "cpu"
+        self.sealer: Sealer = (CompiledSealer if compiles else ReferenceSealer)(self.ladder.layouts, self.codec)
         self.done: set[int] = set()
         self.samples = QuerySamples(self.pool.layer_num, self.pool.head_num)
         self.reader: dict[int, int] = {}
@@ -79,16 +84,17 @@ class CacheRewriter:
     def rewrite(self, pages: Tensor, formats: list[str]) -> None:
         """Replace keys and values of those `pages` that are coded in `formats` and were not yet."""
         for page, name in zip(pages.tolist(), formats, strict=True):
-            layout = self.layouts[name]
+            target = self.ladder.index(name)
+            layout = self.ladder.layouts[target]
             if layout.is_plain or page in self.done:
                 continue
             self.done.add(page)
             rows = slice(page * PAGE_SIZE, (page + 1) * PAGE_SIZE)
-            keys = torch.cat([k[rows].transpose(0, 1) for k in self.pool.k_buffer])[None]
-            values = torch.cat([v[rows].transpose(0, 1) for v in self.pool.v_buffer])[None]
-            queries = self.samples.of(torch.tensor([self.reader.get(page, -1)]))
-            positions = (self.depth[page] * PAGE_SIZE + torch.arange(PAGE_SIZE)).expand(keys.shape[:-1])
-            packed = self.codec.seal(Entries(keys, values, None, positions), layout, queries)
+            pairs = zip(self.pool.k_buffer, self.pool.v_buffer, strict=True)
+            plain = torch.cat([x[rows].transpose(0, 1) for pair in pairs for x in pair]).contiguous()
+            reader, position = self.reader.get(page, -1), self.depth[page] * PAGE_SIZE
+            wave = Wave(*(torch.tensor([x]) for x in (PLAIN, 0, target, reader, position)))
+            packed = self.sealer.seal(plain.view(torch.uint8).flatten(), wave, self.samples)[target]
             opened = open_by_the_letter(packed, layout, self.codec.bases)
             for buffers, entries in ((self.pool.k_buffer, opened.keys), (self.pool.v_buffer, opened.values)):
                 for buffer, heads in zip(buffers, entries[0].split(self.pool.head_num), strict=True):
