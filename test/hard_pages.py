@@ -22,7 +22,9 @@ from sgl_kernels.rope import Rope
 CODED = {"fp8": ("e4m3", "e4m3"), "k8v4": ("e4m3", "e2m1"), "fp4": ("e2m1", "e2m1"), "int4": ("int4", "int4")}
 REDUCED = {"csa2-2x": 1, "csa2-4x": 2, "csa2-8x": 4}
 """Tokens to an entry."""
-FORMATS = (*CODED, *REDUCED)
+BUDGETS = "fp4-budgets"
+"""Four bits on average: heads in the flat basis with codes of their own."""
+FORMATS = (*CODED, BUDGETS, *REDUCED)
 EXACT_ZERO = ("fp8", "k8v4", "fp4", "int4")
 """Formats whose codes have a zero."""
 DIMS = [32, 64, 80, 96, 100, 112, 128, 256]
@@ -51,11 +53,22 @@ def classes_of(g: PageGeometry) -> tuple[tuple[KeyClass, ...], ...]:
 def layout_of(name: str, g: PageGeometry, *, separated: bool = False) -> PageLayout:
     if name == UNEVEN:
         layout = uneven_layout(g)
+    elif name == BUDGETS:
+        layout = PageLayout(name, g, budgets_heads(g))
     elif name in CODED:
         layout = coded_layout(name, *CODED[name], g)
     else:
         layout = reduced_layout(name, classes_of(g), "lloyd2", REDUCED[name], g)
     return replace(layout, is_separated=separated)
+
+
+def budgets_heads(g: PageGeometry) -> tuple[HeadLayout, ...]:
+    """Flat heads, in turn with 8-bit keys, with 2-bit values, and with 8-bit values."""
+    kinds = (("e4m3", "e2m1"), ("e2m1", "lloyd2"), ("int4", "e4m3"))
+    flat = [coded_layout("head", *kind, g).heads[0] for kind in kinds]
+    of_identity = identity_head("e2m1", "e2m1", g)
+    heads = range(g.num_layers * g.num_kv_heads)
+    return tuple(of_identity if h // g.num_kv_heads in g.identity_layers else flat[h % 3] for h in heads)
 
 
 UNEVEN = "uneven"

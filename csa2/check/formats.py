@@ -29,7 +29,7 @@ _ALWAYS = {"shared_format": "tail"}
 
 DEFAULT_VARIANT = CacheOptions().rope
 FORMATS = tuple(_OPTIONS)
-CALIBRATED = tuple(MERGE)
+CALIBRATED = ("k8v4", "fp4", "int4", *MERGE)
 """Formats that use a calibration."""
 
 

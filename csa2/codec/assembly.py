@@ -1,6 +1,6 @@
 """What the options of a server come to for one model: its codec and its ladder of formats, which belong together."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from csa2.codec.budgets import HeadLosses
 from csa2.codec.channels import Rotation, default_classes
@@ -56,4 +56,11 @@ def codec_and_ladder(
         channel_scales=options.key_scale == "channel",
         separated=options.rope == "separated",
     )
+    if known is not None:
+        budgeted = ("k8v4", options.kv_format)
+        layouts = [
+            replace(layout, heads=known.losses.heads(layout.heads, geometry)) if layout.name in budgeted else layout
+            for layout in ladder.layouts
+        ]
+        ladder = replace(ladder, layouts=tuple(layouts))
     return codec, ladder

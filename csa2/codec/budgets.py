@@ -11,6 +11,7 @@ method"); the price is found by bisection.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
 import torch
@@ -34,6 +35,10 @@ class HeadBudget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     values: str
     """Kind of code of values."""
 
+    def is_whole(self, head_dim: int) -> bool:
+        """Whether every token and every channel of a head of `head_dim` channels is kept, in one class."""
+        return self.merge == 1 and [channels for _, channels in self.keys] == [head_dim]
+
     def layout(self, geometry: PageGeometry) -> HeadLayout:
         """The piece of a page."""
         classes = tuple(KeyClass(kind, channels) for kind, channels in self.keys)
@@ -52,7 +57,8 @@ def menu(head_dim: int) -> tuple[HeadBudget, ...]:
     def whole(merge: int, keys: str, values: str) -> HeadBudget:
         return HeadBudget(merge, ((keys, head_dim),), values)
 
-    choices = [whole(1, "e4m3", FINE), whole(1, FINE, FINE), whole(1, FINE, COARSE)]
+    choices = [whole(1, keys, values) for keys, values in (("e4m3", "e4m3"), ("e4m3", FINE), (FINE, "e4m3"))]
+    choices += [whole(1, keys, values) for keys, values in (("e4m3", COARSE), (FINE, FINE), (FINE, COARSE))]
     choices += [of(1, fine, coarse, COARSE) for fine, coarse in ((12, 12), (8, 8), (0, 16))]
     for merge in (2, 4):
         choices += [whole(merge, FINE, FINE), whole(merge, FINE, COARSE)]
@@ -68,17 +74,29 @@ class HeadLosses(msgspec.Struct, frozen=True):
     """(M, L x G) fp32 >= 0: increase of the divergence, nat per token."""
 
     def heads(self, even: Sequence[HeadLayout], geometry: PageGeometry) -> tuple[HeadLayout, ...]:
-        """Pieces that together are no larger than those of `even`, where all heads get the same. Heads that keep the
-        identity basis are left as they are."""
-        free = [index for index, head in enumerate(even) if head.basis != "identity"]
+        """Pieces that together are no larger than those of `even`, where all heads get the same. Those with the flat basis
+        keep it, and with it all channels and tokens; those with a scale per channel are left as they are."""
         heads = list(even)
-        if free:
-            layouts = [choice.layout(geometry) for choice in self.menu]
+        for basis in ("flat", "reduced"):
+            free = [index for index, head in enumerate(even) if head.basis == basis and not head.channel_scales]
+            if not free:
+                continue
+            rows = [row for row, choice in enumerate(self.menu) if basis == "reduced" or choice.is_whole(geometry.head_dim)]
+            layouts = [self.menu[row].layout(geometry) for row in rows]
+            if basis == "flat":
+                layouts = [_flat(layout, even[free[0]].value_kind) for layout in layouts]
             sizes = torch.tensor([layout.piece_bytes for layout in layouts])
-            chosen = cheapest(self.losses[:, free], sizes, sum(even[index].piece_bytes for index in free))
+            chosen = cheapest(self.losses[rows][:, free], sizes, sum(even[index].piece_bytes for index in free))
             for index, row in zip(free, chosen, strict=True):
                 heads[index] = layouts[row]
         return tuple(heads)
+
+
+def _flat(head: HeadLayout, four_bit: str) -> HeadLayout:
+    """The piece of a choice with all channels in the flat basis, which is the reduced basis of all channels; `four_bit` in
+    place of the code it was measured with, which errs by about as much."""
+    kinds = [four_bit if kind == FINE else kind for kind in (head.key_classes[0].kind, head.value_kind)]
+    return replace(head, basis="flat", key_classes=(KeyClass(kinds[0], head.head_dim),), value_kind=kinds[1])
 
 
 def cheapest(losses: Tensor, sizes: Tensor, budget: int) -> list[int]:

@@ -120,8 +120,8 @@ class Csa2ServerArgs(ServerArgs, kw_only=True, dict=True):  # type: ignore[call-
         str | None,
         Arg(
             help="Folder made by `csa2 calibrate` for this model: which key channels matter most, and which heads need more "
-            "bytes than others. Left out: the slowest rotary pairs first, and the same bytes for every head, which loses "
-            "many times more. Used by --csa2-ratio 2, 4 and 8."
+            "bytes than others, in k8v4 and all smaller formats. Left out: the slowest rotary pairs first, the same bytes "
+            "for every head, which loses several times more. With --csa2-key-scale channel the 4-bit format uses none."
         ),
     ] = _DEFAULTS.calibration
     csa2_rope: Annotated[

@@ -43,6 +43,8 @@ def head_calibration(
                 "every head the same bytes; `csa2 calibrate` finds what loses several times less",
                 options.ratio,
             )
+        else:
+            logger.info("csa2: no --csa2-calibration: all heads get the same bytes; `csa2 calibrate` finds what loses less")
         return None
     calibration = load(Path(options.calibration))
     shape = calibration.config.shape

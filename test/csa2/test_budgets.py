@@ -11,7 +11,7 @@ from csa2.codec.assembly import HeadCalibration, codec_and_ladder
 from csa2.codec.budgets import HeadLosses, cheapest, menu
 from csa2.codec.channels import BLOCK, default_classes, make_rotation
 from csa2.formats import HEAD_DIMS, MERGE, even_heads
-from csa2.options import PAGE_SIZES, CacheOptions
+from csa2.options import CODE_FORMATS, KEY_SCALES, PAGE_SIZES, CacheOptions
 from sgl_kernels.page_codec.reference import Entries
 from sgl_kernels.page_layout import PageGeometry
 
@@ -67,6 +67,34 @@ def test_uneven_heads_take_no_more_bytes_than_even_ones(name, dim, size):
     assert heads[2:4] == even[2:4]  # the layer with the identity basis
     assert sum(head.piece_bytes for head in heads) <= sum(head.piece_bytes for head in even)
     assert len(set(heads[:2] + heads[4:])) > 1
+
+
+@pytest.mark.parametrize("key_scale", KEY_SCALES)
+@pytest.mark.parametrize("codes", CODE_FORMATS)
+def test_four_bit_heads_keep_every_token_and_channel(codes, key_scale):
+    """In codes of 8, 4 and 2 bits, those of 4 bits as the user chose; with a scale per channel there is one code."""
+    geometry = PageGeometry(4, 3, 64, 64, torch.bfloat16, (1,))
+    options = CacheOptions(ratio="4", kv_format=codes, shared_format="k8v4", key_scale=key_scale)
+    (_, even), (_, ladder) = (
+        codec_and_ladder(options, geometry, ROTATION, calibration) for calibration in (None, known(geometry))
+    )
+    four_bit = even.layouts[even.warm].heads[0].value_kind
+    for name in ("k8v4", codes):
+        before, after = even.layouts[even.index(name)], ladder.layouts[ladder.index(name)]
+        assert after.page_bytes <= before.page_bytes
+        assert after.heads[3:6] == before.heads[3:6]  # the layer with the identity basis
+        if before.heads[0].channel_scales:
+            assert after == before
+            continue
+        free = after.heads[:3] + after.heads[6:]
+        assert {(head.basis, head.entries, head.key_channels, head.merged) for head in free} == {("flat", 64, 64, False)}
+        kinds = {kind for head in free for kind in (head.key_classes[0].kind, head.value_kind)}
+        assert len(kinds) > 1
+        assert kinds <= {"e4m3", four_bit, "lloyd2"}
+    k8v4, small = (ladder.layouts[ladder.index(name)] for name in ("k8v4", codes))
+    if key_scale == "entry":
+        # A page that comes down the ladder comes down in every head.
+        assert all(a.piece_bytes >= b.piece_bytes for a, b in zip(k8v4.heads, small.heads, strict=True))
 
 
 def test_the_head_that_loses_most_gets_most():

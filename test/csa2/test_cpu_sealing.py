@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from codec_bounds import bias_error, entry_norm_bounds
-from hard_pages import DIMS, DTYPES, PAGE_SIZES, UNEVEN, bases_of, geometry, hard_pages, layout_of
+from hard_pages import BUDGETS, DIMS, DTYPES, PAGE_SIZES, UNEVEN, bases_of, geometry, hard_pages, layout_of
 from page_stores import LADDERS, SIZE, assert_near, full_pages, make_store, read_page
 from torch import Tensor
 
@@ -20,7 +20,7 @@ from sgl_kernels.page_codec.reference import CodecBases, Entries
 from sgl_kernels.page_layout import PageGeometry, PageLayout, plain_layout
 
 ISAS = isas.available()
-TARGETS = ("fp8", "k8v4", "fp4", "int4", "csa2-2x", "csa2-4x", "csa2-8x", UNEVEN)
+TARGETS = ("fp8", "k8v4", "fp4", "int4", BUDGETS, "csa2-2x", "csa2-4x", "csa2-8x", UNEVEN)
 DEMOTIONS = [
     (before, name)
     for i, before in enumerate(("plain", *TARGETS[:-2]))

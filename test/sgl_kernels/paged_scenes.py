@@ -17,7 +17,7 @@ LAYERS = [FLAT, IDENTITY]
 PLAIN = "plain"
 ALL_FORMATS = (PLAIN, *FORMATS, UNEVEN)
 LENGTHS = [1, 63, 64, 65, 127, 128, 129, 513]
-"""Around page borders, and one of a page in each format and a token."""
+"""Around page borders, and one of several formats."""
 MIXED = 10 * 64 + 1
 """A prefix with a page of each format."""
 UNIT = {torch.float32: U32, torch.float16: 2.0**-11, torch.bfloat16: U16}
