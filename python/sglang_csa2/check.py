@@ -89,9 +89,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "'auto' is what the model serves in)",
     )
     parser.add_argument("--device", help="as in SGLang")
-    parser.add_argument(
-        "--csa2-calibration", type=Path, metavar="DIR", help="as in SGLang; used by all formats but fp8"
-    )
+    parser.add_argument("--csa2-calibration", type=Path, metavar="DIR", help="as in SGLang; used by all formats but fp8")
     parser.add_argument("--csa2-impl", default="auto", metavar="IMPL", help="as in SGLang")
 
 
