@@ -1,9 +1,8 @@
 """What one layer and one piece of text say about merging: pages, the queries that score them, and later queries that read
 them.
 
-    | page | pages that are merged        | kept exactly  | asks           |
-    0      64                             window          context          tokens
-                                                  ^ the query sample is taken from here
+    | first page | pages that are merged | window, exact | asks |
+    0            64                                 context^   ^tokens; the query sample comes from the window
 """
 
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from csa2.calibrate.offline import pages
 from csa2.codec.importance import observed_attention
 from csa2.codec.queries import SAMPLE_WINDOW, QuerySamples
 from csa2.errors import OptionError
@@ -84,15 +84,18 @@ class MergeSample:
 
     def output(self, pages: Entries) -> Tensor:
         """(G, R, Q, D) attention output over `pages` (N, G, E, D) in place of the unmerged ones, and everything else."""
-        logits = torch.einsum("grqd,nged->grqne", self.asked, pages.keys)
-        if pages.bias is not None:
-            logits = logits + pages.bias.transpose(0, 1)[:, None, None]
-        logits = logits.flatten(-2)
-        values = pages.values.transpose(0, 1).flatten(1, 2)
-        mass = torch.logsumexp(logits, -1)
-        total = torch.logaddexp(mass, self.rest_mass).unsqueeze(-1)
-        output = (logits - total).exp() @ values.unsqueeze(1)
-        return output + self.rest * (self.rest_mass.unsqueeze(-1) - total).exp()
+        mass = torch.ones_like(pages.keys[..., 0]) if pages.bias is None else pages.bias.exp()
+        return self.output_of_groups(pages.keys, pages.values * mass.unsqueeze(-1), mass)
+
+    def output_of_groups(self, keys: Tensor, summed: Tensor, mass: Tensor) -> Tensor:
+        """The same over groups with these keys (N, G, E, D), that count as `mass` (N, G, E) entries >= 0, and whose values
+        sum up to `summed` (N, G, E, D).
+        """
+        logits = torch.einsum("grqd,nged->grqne", self.asked, keys).flatten(-2)
+        top = torch.maximum(logits.amax(-1), self.rest_mass).unsqueeze(-1)
+        weight, rest_weight = (logits - top).exp(), (self.rest_mass.unsqueeze(-1) - top).exp()
+        values, masses = (x.transpose(0, 1).flatten(1, 2).unsqueeze(1) for x in (summed, mass.unsqueeze(-1)))
+        return (weight @ values + self.rest * rest_weight) / (weight @ masses + rest_weight)
 
     def error(self, pages: Entries) -> Tensor:
         """Scalar: norm of the change of the attention output over the norm of the output."""
@@ -124,16 +127,14 @@ def cut(queries: Tensor, keys: Tensor, values: Tensor, split: PieceSplit) -> Mer
     def outside(x: Tensor) -> Tensor:
         return torch.cat([x[:, :first], x[:, last:]], 1)
 
-    def paged(x: Tensor) -> Tensor:
-        return x[:, first:last].reshape(groups, -1, PAGE_TOKENS, dim).transpose(0, 1).contiguous()
-
     positions = torch.arange(tokens, device=keys.device)
     positions = torch.cat([positions[:first], positions[last:]])
     logits = asked @ outside(keys).unsqueeze(1).transpose(-1, -2)
     logits = logits.masked_fill(positions > rows[:, None], float("-inf"))
+    merged = pages(keys, values, 1, split.last_page, PAGE_TOKENS)
     return MergeSample(
-        keys=paged(keys),
-        values=paged(values),
+        keys=merged.keys,
+        values=merged.values,
         queries=torch.zeros(groups, 1, dim) if sample is None else sample[0].float(),
         asked=asked.clone(),
         rest_mass=torch.logsumexp(logits, -1),
