@@ -95,11 +95,13 @@ class MergeSample:
         top = torch.maximum(logits.amax(-1), self.rest_mass).unsqueeze(-1)
         weight, rest_weight = (logits - top).exp(), (self.rest_mass.unsqueeze(-1) - top).exp()
         values, masses = (x.transpose(0, 1).flatten(1, 2).unsqueeze(1) for x in (summed, mass.unsqueeze(-1)))
-        return (weight @ values + self.rest * rest_weight) / (weight @ masses + rest_weight)
+        output: Tensor = (weight @ values + self.rest * rest_weight) / (weight @ masses + rest_weight)
+        return output
 
-    def error(self, pages: Entries) -> Tensor:
-        """Scalar: norm of the change of the attention output over the norm of the output."""
-        return (self.output(pages) - self.exact).norm() / self.exact.norm()
+    def error(self, pages: Entries) -> float:
+        """Norm of the change of the attention output over the norm of the output; 0 where there is no output."""
+        change, size = (self.output(pages) - self.exact).norm(), self.exact.norm()
+        return float(change / size.clamp(min=torch.finfo(torch.float32).tiny))
 
     def later_attention(self) -> Tensor:
         """(N, G, S) mean attention that the queries that ask pay to each entry, of all attention they pay."""

@@ -1,8 +1,8 @@
 """Merging as `csa2/codec/merging.py` does it, with a gradient for the choice of pivots.
 
-Forward it is the merging that serves. Backward, an entry is a pivot with probability r = sigmoid((log w - threshold) / T), and
-what it is not itself it gives to its neighbours, the nearer and the likelier pivots the more (a straight-through estimator,
-Bengio et al. 2013, over a soft top-k).
+Forward it is the merging that serves. Backward, an entry is a pivot with probability r = sigmoid((log w - threshold) / T),
+and what it is not itself it gives to its neighbours, the nearer and the likelier pivots the more (a straight-through
+estimator, Bengio et al. 2013, over a soft top-k).
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Training the scorers of all layers: text in, candidates and their errors on held-out text out.
 
-Layers do not depend on each other. What is finished, pieces of text that the model has read and layers that are trained, stays
-in a folder until the end, so that an interrupted run goes on where it was.
+Layers do not depend on each other. What is finished, pieces of text that the model has read and layers that are trained,
+stays in a folder until the end, so that an interrupted run goes on where it was.
 """
 
 from collections.abc import Sequence
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+from csa2.calibrate.artefact import ScorerKind
 from csa2.calibrate.capture import CapturedModel
 from csa2.calibrate.fingerprint import ModelShape
 from csa2.calibrate.merge_sample import MergeSample, PieceSplit, cut
@@ -22,7 +23,6 @@ from csa2.calibrate.unfinished import UnfinishedWork
 from csa2.codec.scorer import Scorer
 from csa2.errors import CalibrationError, OptionError
 
-ScorerKind = Literal["none", "ridge", "mlp"]
 ScorerChoice = Literal["none", "ridge", "mlp", "best"]
 SCORER_CHOICES: tuple[ScorerChoice, ...] = get_args(ScorerChoice)
 FOLDER = "scorer-unfinished"
@@ -87,9 +87,7 @@ class Candidates:
         return min(self.errors, key=lambda kind: sum(e / f for e, f in zip(self.mean_errors(kind), free, strict=True)))
 
 
-def split_pieces(
-    documents: Sequence[list[int]], options: ScorerOptions
-) -> tuple[list[list[int]], list[list[int]]]:
+def split_pieces(documents: Sequence[list[int]], options: ScorerOptions) -> tuple[list[list[int]], list[list[int]]]:
     """Pieces of `scorer_tokens` tokens to train on and to hold out, `scorer_samples` together; no two overlap.
 
     The last fifth of each document, one piece at least, is for holding out.
@@ -118,14 +116,12 @@ def split_pieces(
     return chosen[0], chosen[1]
 
 
-def train_scorers(
-    model: CapturedModel, documents: Sequence[list[int]], work: Work, folder: Path
-) -> tuple[Candidates, UnfinishedWork]:
+def train_scorers(model: CapturedModel, documents: Sequence[list[int]], work: Work, folder: Path) -> Candidates:
     """Train the candidates, or what is left of it. Shows progress on the error stream.
 
     Args:
         documents: token ids.
-        folder: that finished parts are kept in, until the caller discards them.
+        folder: that finished parts are kept in, until the caller removes it.
 
     Raises:
         CalibrationError: the text is too short, or the folder cannot be written or read.
@@ -145,7 +141,7 @@ def train_scorers(
     names = [field.name for field in fields(Scorer)]
     scorers = {kind: Scorer(*(torch.stack([part[f"{kind}.{n}"] for part in parts]) for n in names)) for kind in kinds}
     errors = {kind: torch.stack([part[f"{kind}.errors"] for part in parts], 1) for kind in ("none", *kinds)}
-    return Candidates(scorers, errors, len(training), len(held_out)), unfinished
+    return Candidates(scorers, errors, len(training), len(held_out))
 
 
 def _layer(layer: int) -> str:
@@ -156,9 +152,7 @@ def _piece(piece: int) -> str:
     return f"piece-{piece:03}"
 
 
-def _read_pieces(
-    model: CapturedModel, pieces: Sequence[list[int]], split: PieceSplit, unfinished: UnfinishedWork
-) -> None:
+def _read_pieces(model: CapturedModel, pieces: Sequence[list[int]], split: PieceSplit, unfinished: UnfinishedWork) -> None:
     """Keep of each piece what training needs, layer by layer."""
     for index, tokens in enumerate(tqdm(pieces, desc="scorer, reading", unit="sample")):
         if unfinished.has(_piece(index)):
@@ -201,6 +195,4 @@ def _train_layer(
 def _errors(samples: Sequence[MergeSample], scorer: Scorer | None) -> Tensor:
     """(RATIOS, V) error of merging."""
     scores = [importance(sample, scorer) for sample in samples]
-    return torch.tensor(
-        [[merging_error(s, i, ratio) for s, i in zip(samples, scores, strict=True)] for ratio in RATIOS]
-    )
+    return torch.tensor([[merging_error(s, i, ratio) for s, i in zip(samples, scores, strict=True)] for ratio in RATIOS])

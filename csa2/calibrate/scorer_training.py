@@ -34,6 +34,7 @@ WEIGHT_DECAY = 1e-2
 DROPOUT = 0.2
 """Of features. Without it the network learns pages by heart: a tenth less error on text it has seen, none on other text."""
 SPREAD_FLOOR = 1e-6
+LOSS_FLOOR = 1e-12
 
 
 def hidden_units(shape: ModelShape) -> int:
@@ -52,18 +53,19 @@ def parameters(shape: ModelShape, units: int) -> int:
 
 def importance(sample: MergeSample, scorer: Scorer | None) -> Tensor:
     """(N, G, S) score of each entry of a sample, as `PageCodec.seal` computes it."""
-    free = sample.observed * sample.values.norm(dim=-1)
+    free: Tensor = sample.observed * sample.values.norm(dim=-1)
     return free if scorer is None else free * scorer.correction(sample.entries, sample.observed)
 
 
 def merging_error(sample: MergeSample, scores: Tensor, ratio: int) -> float:
     """Error of the attention output (`MergeSample.error`) with pages merged by `scores` (N, G, S)."""
-    return float(sample.error(merge_entries(sample.entries, scores, scores.shape[-1] // ratio)))
+    return sample.error(merge_entries(sample.entries, scores, scores.shape[-1] // ratio))
 
 
 def oracle(sample: MergeSample) -> Tensor:
     """(N, G, S) the score that knows the attention of the queries that ask."""
-    return sample.later_attention() * sample.values.norm(dim=-1)
+    scores: Tensor = sample.later_attention() * sample.values.norm(dim=-1)
+    return scores
 
 
 class Standardised:
@@ -139,6 +141,18 @@ def curriculum(step: int, steps: int) -> int:
     return RATIOS[stage] if stage < len(RATIOS) - 1 else RATIOS[step % len(RATIOS)]
 
 
+def distillation_loss(output: Tensor, exact: Tensor) -> Tensor:
+    """Error of the attention output of each head over its size, mean over heads: no head may drown the others.
+
+    Args:
+        output: (G, R, Q, D) of merged pages.
+        exact: (G, R, Q, D) of the full cache.
+    """
+    change, size = (output - exact).square().sum((1, 2, 3)), exact.square().sum((1, 2, 3))
+    # The root has no gradient at 0.
+    return (change / size.clamp(min=LOSS_FLOOR) + LOSS_FLOOR).sqrt().mean()
+
+
 def train_mlp(samples: Sequence[MergeSample], units: int, seed: int) -> Scorer:
     """Distil the full cache into the scorer of one layer; the same for the same samples and seed.
 
@@ -164,8 +178,7 @@ def train_mlp(samples: Sequence[MergeSample], units: int, seed: int) -> Scorer:
         f = network(inputs[index] * kept / (1 - DROPOUT))
         scores = free[index] * f.clamp(-LIMIT, LIMIT).exp()
         summed, mass = relaxed_merge(sample.entries, scores, scores.shape[-1] // curriculum(step, steps), distances[index])
-        error = sample.output_of_groups(sample.keys, summed, mass) - sample.exact
-        loss = (error.square().sum((1, 2, 3)) / sample.exact.square().sum((1, 2, 3))).sqrt().mean()
+        loss = distillation_loss(sample.output_of_groups(sample.keys, summed, mass), sample.exact)
         optimiser.zero_grad()
         torch.autograd.backward(loss)
         optimiser.step()

@@ -1,4 +1,4 @@
-"""Work that outlives an interruption: finished parts as files in a folder, that a second run of the same work finds again."""
+"""Work that outlives an interruption: finished parts as files in a folder, where a second run of the same work looks."""
 
 import os
 import shutil
@@ -10,6 +10,7 @@ import msgspec
 import safetensors
 import safetensors.torch
 from torch import Tensor
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 from csa2.errors import CalibrationError
 
@@ -33,7 +34,7 @@ class UnfinishedWork:
         try:
             found = (folder / _WORK).read_bytes() if (folder / _WORK).exists() else None
             if found is not None and found != wanted:
-                print(f"csa2 calibrate: {folder} is of other text, model or options; starting again", file=sys.stderr)
+                tqdm.write(f"csa2 calibrate: {folder} is of other text, model or options: starting again", file=sys.stderr)
             if found != wanted and folder.exists():
                 shutil.rmtree(folder)
             folder.mkdir(parents=True, exist_ok=True)
@@ -69,10 +70,6 @@ class UnfinishedWork:
             raise CalibrationError(
                 f"{self._path(part)} cannot be read ({error}): remove {self.folder} and start again"
             ) from error
-
-    def discard(self) -> None:
-        """Remove all parts: the work is finished."""
-        shutil.rmtree(self.folder, ignore_errors=True)
 
     def _path(self, part: str) -> Path:
         return self.folder / f"{part}.safetensors"

@@ -3,8 +3,8 @@
     f = a . x + a0 + b . silu(W x + w0)            x: what is known of an entry
     score = training-free score x g / (1 - g)      g = sigmoid(f), in 0..1
 
-With a, a0 and b zero, g is 1/2 everywhere and the score is the training-free one. Without hidden units the network is a linear
-regression of the log of the score.
+With a, a0 and b zero, g is 1/2 everywhere and the score is the training-free one. Without hidden units the network is a
+linear regression of the log of the score.
 """
 
 from collections.abc import Callable
@@ -62,7 +62,7 @@ class Scorer:
             return torch.ones_like(observed)
         keys, values = entries.keys.float(), entries.values.float()
         dim = keys.shape[-1]
-        of_keys, of_values, of_scalars = self.weights.split([dim, dim, SCALARS], dim=-2)
+        of_keys, of_values, of_scalars = self.weights[:, :dim], self.weights[:, dim : 2 * dim], self.weights[:, 2 * dim :]
         hidden = keys @ of_keys + values @ of_values + scalar_features(entries, observed) @ of_scalars
         # Features of keys are relative to the page mean; so are their products.
         hidden = hidden - keys.mean(-2, keepdim=True) @ of_keys + self.offsets.unsqueeze(-2)
