@@ -48,7 +48,7 @@ def test_a_sample_reads_what_attention_reads():
     merged = merge_entries(sample.entries, importance(sample, None), 16)
     size = PAGE_TOKENS
     assert torch.equal(sample.keys, pages(keys, values, 1, split.last_page, size).keys)
-    for row, token in enumerate(asked.tolist()):
+    for row, token in list(enumerate(asked.tolist()))[::20]:
         before = rows(keys, values, 0, size)
         after = rows(keys, values, split.last_page * size, token + 1)
         for got, inner in ((sample.exact, sample.entries), (sample.output(merged), merged)):
