@@ -28,9 +28,7 @@ class PageCodec:
     def to(self, device: torch.device | str) -> "PageCodec":
         """This codec on `device`."""
         flat, reduced, rope = self.bases.flat.to(device), self.bases.reduced, self.bases.rope
-        bases = CodecBases(
-            flat, None if reduced is None else reduced.to(device), None if rope is None else rope.to(device)
-        )
+        bases = CodecBases(flat, None if reduced is None else reduced.to(device), None if rope is None else rope.to(device))
         return PageCodec(bases, None if self.scorer is None else self.scorer.to(device))
 
     def seal(self, entries: Entries, layout: PageLayout, queries: Tensor | None = None) -> Tensor:

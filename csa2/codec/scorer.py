@@ -52,14 +52,12 @@ class Scorer:
     def correction(self, entries: Entries, observed: Tensor) -> Tensor:
         """(N, heads, E) fp32 factor of the training-free score, exp(f) > 0.
 
-        It is 1 where the scorer has nothing to say: in pages that are merged already, and in those without a sample.
+        It is 1 where the scorer has nothing to say: in heads whose entries are merged already, in pages without a sample.
 
         Args:
             entries: N pages, finite, keys in the model's own basis.
             observed: (N, heads, E) from `observed_attention`.
         """
-        if entries.bias is not None:
-            return torch.ones_like(observed)
         keys, values = entries.keys.float(), entries.values.float()
         dim = keys.shape[-1]
         of_keys, of_values, of_scalars = self.weights[:, :dim], self.weights[:, dim : 2 * dim], self.weights[:, 2 * dim :]
@@ -67,8 +65,10 @@ class Scorer:
         # Features of keys are relative to the page mean; so are their products.
         hidden = hidden - keys.mean(-2, keepdim=True) @ of_keys + self.offsets.unsqueeze(-2)
         f = hidden[..., 0] + (F.silu(hidden[..., 1:]) @ self.outer.unsqueeze(-1)).squeeze(-1)
-        has_sample = observed.flatten(1).any(-1)
-        return torch.where(has_sample[:, None, None], f.clamp(-LIMIT, LIMIT).exp(), 1.0)
+        applies = observed.flatten(1).any(-1)[:, None].expand(f.shape[:2])
+        if entries.bias is not None:
+            applies = applies & (entries.bias == 0).all(-1)
+        return torch.where(applies.unsqueeze(-1), f.clamp(-LIMIT, LIMIT).exp(), 1.0)
 
 
 def scalar_features(entries: Entries, observed: Tensor) -> Tensor:

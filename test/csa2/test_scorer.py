@@ -89,8 +89,12 @@ def test_pages_without_a_sample_and_merged_ones_are_left_alone(pages):
     factor = scorer.correction(entries, observed_attention(entries, queries))
     assert torch.equal(factor[1], torch.ones(HEADS, S))
     assert not torch.equal(factor[0], torch.ones(HEADS, S))
-    merged = Entries(entries.keys, entries.values, torch.zeros(N, HEADS, S))
-    assert torch.equal(scorer.correction(merged, observed_attention(merged, queries)), torch.ones(N, HEADS, S))
+    bias = torch.zeros(N, HEADS, S)
+    bias[0, 1, 5] = 0.5
+    merged = Entries(entries.keys, entries.values, bias)
+    factor = scorer.correction(merged, observed_attention(merged, queries))
+    assert torch.equal(factor[0, 1], torch.ones(S))
+    assert not torch.equal(factor[0, 2], torch.ones(S))
 
 
 def test_the_formula(pages):
