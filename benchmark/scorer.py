@@ -4,14 +4,17 @@
 
 Trains a regression and small networks on the text that the shipped calibration is made of (benchmark/calibrate_demo.py), and
 merges pages of other documents, those of the report set, by each score: the error of the attention output for later queries,
-everything else exact. Then the time of scoring a prompt beside the time of its prefill, on the same threads. An interrupted
-training goes on; `benchmark/calibrate_demo.py --out DIR` takes it over.
+everything else exact. Then the time of sealing a prompt with the scorer and without, beside the time of its prefill. An
+interrupted training goes on; `benchmark/calibrate_demo.py --out DIR` takes it over.
 """
 
 import hashlib
 import statistics
 import time
 from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +30,13 @@ from csa2.calibrate.merge_sample import PieceSplit, cut
 from csa2.calibrate.scorer_run import FOLDER, Candidates, ScorerOptions, Work, train_scorers
 from csa2.calibrate.scorer_training import RATIOS, importance, merging_error, oracle
 from csa2.check.documents import shipped_documents
-from csa2.codec.importance import observed_attention
+from csa2.check.formats import cache_options
+from csa2.codec.assembly import codec_and_ladder
+from csa2.codec.queries import QuerySamples
+from csa2.codec.sealing import CompiledSealer, ReferenceSealer, Wave
 from csa2.info import versions
-from sgl_kernels.page_codec.reference import Entries
+from csa2.options import PAGE_SIZE
+from sgl_kernels.page_layout import PageGeometry
 
 PROMPT_TOKENS = 4096
 REPEATS = 5
@@ -91,25 +98,38 @@ def report_errors(model: CapturedModel, found: Candidates, tokens: int) -> dict[
 
 
 def scoring_time(model: CapturedModel, found: Candidates) -> dict[str, float]:
-    """Median seconds for all pages of a prompt, layers and heads as the codec sees them, and for its prefill."""
-    scorer = found.scorers["mlp"].map(lambda tensor: tensor.flatten(0, 1))
-    layers, heads, dim = found.scorers["mlp"].weights.shape[0], scorer.weights.shape[0], model.model.config.head_dim
-    keys, values = torch.randn(2, PROMPT_TOKENS // 64, heads, 64, dim)
-    entries = Entries(keys, values, None)
-    queries = torch.randn(PROMPT_TOKENS // 64, heads, 16 * model.model.config.num_attention_heads * layers // heads, dim)
-    observed = observed_attention(entries, queries)
+    """Median CPU seconds for all pages of a prompt, all layers and heads merged, and for its prefill by transformers."""
+    shape = model_shape(Path(model.model.config._name_or_path))
+    geometry = PageGeometry(shape.num_layers, shape.num_kv_heads, shape.head_dim, PAGE_SIZE, torch.bfloat16)
+    free, ladder = codec_and_ladder(cache_options("csa2-4x"), geometry, model.rotation(shape.head_dim), None)
+    scored = replace(free, scorer=found.scorers["mlp"].map(lambda tensor: tensor.flatten(0, 1)))
+    pages, size = PROMPT_TOKENS // PAGE_SIZE, ladder.layouts[0].page_bytes
+    arena = torch.randn(pages * size // 2).bfloat16().view(torch.uint8)
+    samples = QuerySamples(shape.num_layers, shape.num_kv_heads)
+    for layer in range(shape.num_layers):
+        queries = torch.randn(PROMPT_TOKENS, shape.num_query_heads, shape.head_dim)
+        samples.record_extend(0, layer, queries, shape.head_dim**-0.5)
+    nobody = torch.zeros(pages, dtype=torch.int64)
+    wave = Wave(nobody, torch.arange(pages) * size, torch.full((pages,), ladder.tail), nobody)
     prompt = model.encode(shipped_documents("report")[0].text)[:PROMPT_TOKENS]
+    actions: dict[str, Callable[[], object]] = {"prefill": lambda: model.run(prompt, lambda *_: None)}
+    for name, codec in (("none", free), ("mlp", scored)):
+        compiled, reference = CompiledSealer(ladder.layouts, codec), ReferenceSealer(ladder.layouts, codec)
+        actions[f"seal_compiled_{name}"] = partial(compiled.seal, arena, wave, samples)
+        actions[f"seal_reference_{name}"] = partial(reference.seal, arena, wave, samples)
     seconds: dict[str, list[float]] = defaultdict(list)
-    for _ in range(REPEATS):  # in turn: both sides see the same load
-        for name, action in (
-            ("scoring_s", lambda: scorer.correction(entries, observed)),
-            ("prefill_s", lambda: model.run(prompt, lambda *_: None)),
-        ):
-            start = time.perf_counter()
+    for _ in range(REPEATS):  # in turn: all see the same machine
+        for name, action in actions.items():
+            start = time.process_time()
             action()
-            seconds[name].append(time.perf_counter() - start)
-    medians = {name: statistics.median(times) for name, times in seconds.items()}
-    return {**medians, "scoring_share_of_prefill": medians["scoring_s"] / medians["prefill_s"]}
+            seconds[name].append(time.process_time() - start)
+    medians = {f"{name}_cpu_s": statistics.median(times) for name, times in seconds.items()}
+    scoring = {
+        f"scoring_share_of_prefill_{kind}": (medians[f"seal_{kind}_mlp_cpu_s"] - medians[f"seal_{kind}_none_cpu_s"])
+        / medians["prefill_cpu_s"]
+        for kind in ("compiled", "reference")
+    }
+    return {**medians, **scoring}
 
 
 if __name__ == "__main__":

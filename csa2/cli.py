@@ -95,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
         help="score of tokens when merging: without training, by regression, by a small network, or whichever of these has "
         "the smallest error on text held out (default: %(default)s)",
     )
-    calibrate.add_argument("--scorer-samples", type=int, default=48, help="pieces, for the scorer (default: %(default)s)")
+    calibrate.add_argument("--scorer-samples", type=int, default=60, help="pieces, for the scorer (default: %(default)s)")
     calibrate.add_argument("--scorer-tokens", type=int, default=2560, help="tokens of such a piece (default: %(default)s)")
     calibrate.add_argument("--seed", type=int, default=0, help="which pieces (default: %(default)s)")
     calibrate.set_defaults(run=_calibrate)

@@ -37,7 +37,7 @@ class CalibrateOptions(msgspec.Struct, frozen=True, kw_only=True):
     budget_samples: int = 16
     budget_tokens: int = 3584
     scorer: ScorerChoice = "best"
-    scorer_samples: int = 48
+    scorer_samples: int = 60
     scorer_tokens: int = 2560
     seed: int = 0
 

@@ -34,7 +34,7 @@ class ScorerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What the training of the scorers depends on, the model and the text apart."""
 
     scorer: ScorerChoice = "best"
-    scorer_samples: int = 48
+    scorer_samples: int = 60
     scorer_tokens: int = 2560
     seed: int = 0
 
@@ -47,7 +47,7 @@ class ScorerOptions(msgspec.Struct, frozen=True, kw_only=True):
         if self.scorer not in SCORER_CHOICES:
             raise OptionError(f"--scorer {self.scorer} is unknown: give one of {', '.join(SCORER_CHOICES)}")
         if self.scorer_samples < 2:
-            raise OptionError(f"--scorer-samples {self.scorer_samples} is out of range: give at least 2, better 48")
+            raise OptionError(f"--scorer-samples {self.scorer_samples} is out of range: give at least 2, better 60")
         PieceSplit.of(self.scorer_tokens)
 
     @property
