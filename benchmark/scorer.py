@@ -1,35 +1,34 @@
 """What is a trained scorer worth, and what does it cost?
 
-    python benchmark/scorer.py --out DIR --json scorer.json
+    OMP_NUM_THREADS=1 python benchmark/scorer.py --out DIR --json scorer.json
 
-Trains a regression and small networks on the text that the shipped calibration is made of (benchmark/calibrate_demo.py), and
-merges pages of other documents, those of the report set, by each score: the error of the attention output for later queries,
-everything else exact. Then the time of sealing a prompt with the scorer and without, beside the time of its prefill. An
-interrupted training goes on; `benchmark/calibrate_demo.py --out DIR` takes it over.
+Trains a regression and small networks on the text that the shipped calibration is made of (benchmark/calibrate_demo.py).
+Then, on other documents, of other sources or other parts of them: the error of the attention output for later queries when
+pages are merged by each score and everything else is exact (report set); what the scores do to predictions (development
+set); and the time of scoring a prompt beside its prefill by a server. An interrupted training goes on;
+`benchmark/calibrate_demo.py --scorer best --out DIR` takes it over.
 """
 
 import hashlib
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from calibrate_demo import CHARACTERS
-from common import arguments, demo_model, report
+from common import CALIBRATION, arguments, demo_model, prompts, report, servers, summary
+from sealing import SETTINGS, cpu_s, server_arguments
 from torch import Tensor
 from tqdm import tqdm
 
-import csa2
 from csa2.calibrate.artefact import load
 from csa2.calibrate.capture import CapturedLayer, CapturedModel
-from csa2.calibrate.fingerprint import model_shape, weights_digest
+from csa2.calibrate.fingerprint import ModelShape, model_shape, weights_digest
 from csa2.calibrate.merge_sample import PieceSplit, cut
-from csa2.calibrate.offline import attend, joined, pages, rows, sequence
+from csa2.calibrate.offline import attend, joined, pages, rows, stored
 from csa2.calibrate.scorer_run import FOLDER, Candidates, ScorerOptions, Work, train_scorers
 from csa2.calibrate.scorer_training import RATIOS, importance, merging_error, oracle
 from csa2.calibrate.sensitivity import SampleSplit
@@ -37,24 +36,26 @@ from csa2.check.documents import shipped_documents
 from csa2.check.formats import cache_options
 from csa2.check.layers import layer_of
 from csa2.codec.assembly import codec_and_ladder
+from csa2.codec.channels import make_rotation
 from csa2.codec.codec import PageCodec
 from csa2.codec.queries import QuerySamples
-from csa2.codec.sealing import CompiledSealer, ReferenceSealer, Wave
+from csa2.codec.scorer import Scorer
+from csa2.codec.sealing import CompiledSealer, ReferenceSealer, Sealer, Wave
 from csa2.info import versions
 from csa2.options import PAGE_SIZE
 from sgl_kernels.page_layout import PageGeometry, PageLayout
 
 PROMPT_TOKENS = 4096
 PREDICTED_TOKENS = 3584
+DRAWS = 3
+"""Of labels, for each document."""
 REPEATS = 5
-SHIPPED = Path(csa2.__file__).parent / "calibrations" / "smollm2-135m-instruct"
 
 
 def main() -> None:
     """Train, measure and print."""
     parser = arguments(__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for what is trained")
-    parser.add_argument("--predictions", action="store_true", help="also what the scores mean for predictions (minutes)")
     options = parser.parse_args()
     folder = options.model or demo_model()
     texts = [document.text for document in shipped_documents("calibration", CHARACTERS)]
@@ -62,7 +63,7 @@ def main() -> None:
         shape=model_shape(folder),
         weights_digest=weights_digest(folder),
         data_digest=hashlib.sha256("".join(texts).encode()).hexdigest(),
-        options=ScorerOptions(),
+        options=ScorerOptions(scorer="best"),
         versions={name: version for name, version in versions().items() if name != "os"},
     )
     model = CapturedModel(folder)
@@ -70,15 +71,14 @@ def main() -> None:
     found = train_scorers(model, [model.encode(text) for text in texts], work, options.out / FOLDER)
     training = {"training_s": time.perf_counter() - start, "training_cpu_s": time.process_time() - cpu}
     results = {
-        "held_out": {kind: found.mean_errors(kind) for kind in found.errors},
-        "report_set": report_errors(model, found, work.options.scorer_tokens),
-        "ratios": RATIOS,
         "parameters": {kind: scorer.parameters for kind, scorer in found.scorers.items()},
         **training,
-        **scoring_time(model, found),
+        "ratios": RATIOS,
+        "held_out": {kind: found.mean_errors(kind) for kind in found.errors},
+        "report_set": report_errors(model, found, work.options.scorer_tokens),
+        "predictions": predicted_losses(model, work.shape, found),
+        "time": scoring_time(folder, found.scorers["mlp"]),
     }
-    if options.predictions:
-        results["predicted_divergence"] = predicted_losses(model, found)
     sides = {kind: ["--scorer", kind] for kind in found.errors}
     report(options, sides, results)
 
@@ -108,51 +108,79 @@ def report_errors(model: CapturedModel, found: Candidates, tokens: int) -> dict[
     }
 
 
-def predicted_losses(model: CapturedModel, found: Candidates) -> dict[str, dict[str, list[float]]]:
-    """Divergence that the predictions of the model would suffer, as calibration predicts it (csa2/calibrate/sensitivity.py):
-    nat per token of each report document, pages as the shipped calibration makes them.
+def predicted_losses(model: CapturedModel, shape: ModelShape, found: Candidates) -> dict[str, dict[str, Any]]:
+    """Divergence that the predictions of the model would suffer, as calibration predicts it (csa2/calibrate/sensitivity.py),
+    on the development set, on which the choice of the default is made; pages as the shipped calibration makes them.
+
+    For each format and score: nat per token of each document, and by how many per cent of "none" their mean is larger, with
+    the standard error of the differences by document.
     """
-    shape = model_shape(Path(model.model.config._name_or_path))
-    geometry = PageGeometry(shape.num_layers, shape.num_kv_heads, shape.head_dim, PAGE_SIZE, torch.bfloat16)
-    known = load(SHIPPED).of(range(shape.num_layers), range(shape.num_kv_heads))
-    losses: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in ("csa2-4x", "csa2-8x")}
-    for seed, document in enumerate(tqdm(shipped_documents("report"), desc="predictions", unit="document")):
+    known = load(CALIBRATION).of(range(shape.num_layers), range(shape.num_kv_heads))
+    made = {
+        name: codec_and_ladder(cache_options(name), geometry_of(shape), make_rotation(shape.head_dim, neox=True), known)
+        for name in ("csa2-4x", "csa2-8x")
+    }
+    losses: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in made}
+    for document in tqdm(shipped_documents("development"), desc="predictions", unit="document"):
         tokens = model.encode(document.text)[:PREDICTED_TOKENS]
         split = SampleSplit.of(len(tokens))
         layers = model.capture(tokens, split.context)
-        gradients = model.output_gradients(tokens, layers, seed)
-        for name, of_format in losses.items():
-            codec, ladder = codec_and_ladder(cache_options(name), geometry, model.rotation(shape.head_dim), known)
+        draws = [model.output_gradients(tokens, layers, seed) for seed in range(DRAWS)]
+        gradients = [torch.stack(of_layer) for of_layer in zip(*draws, strict=True)]
+        for name, (codec, ladder) in made.items():
             for kind in found.errors:
                 scorer = found.scorers[kind].map(lambda x: x.flatten(0, 1)) if kind in found.scorers else None
                 total = 0.0
                 for index, layer in enumerate(layers):
                     part, layouts = layer_of(replace(codec, scorer=scorer), ladder, index)
                     total += layer_loss(layer, gradients[index], split, part, layouts[ladder.tail])
-                of_format[kind].append(total)
-    return losses
+                losses[name][kind].append(total)
+    return {name: {kind: beside(of_kind[kind], of_kind["none"]) for kind in of_kind} for name, of_kind in losses.items()}
 
 
-def layer_loss(layer: CapturedLayer, gradient: Tensor, split: SampleSplit, codec: PageCodec, layout: PageLayout) -> float:
-    """Predicted loss of one layer, nat per token, sum over heads."""
+def beside(losses: list[float], free: list[float]) -> dict[str, Any]:
+    """Losses by document beside those of the score without training."""
+    more = [loss - none for loss, none in zip(losses, free, strict=True)]
+    unit = statistics.mean(free) / 100
+    return {
+        "by_document": losses,
+        "mean": statistics.mean(losses),
+        "more_than_none_pct": statistics.mean(more) / unit,
+        "se_pct": statistics.stdev(more) / len(more) ** 0.5 / unit,
+    }
+
+
+def layer_loss(layer: CapturedLayer, gradients: Tensor, split: SampleSplit, codec: PageCodec, layout: PageLayout) -> float:
+    """Predicted loss of one layer, nat per token: sum over heads, mean over the draws in `gradients` (DRAWS, H, T, D)."""
     tokens = layer.keys.shape[1]
     plain = pages(layer.keys, layer.values, 1, split.last_page, PAGE_SIZE)
-    opened = codec.open(codec.seal(plain, layout, layer.sample.expand(len(plain.keys), -1, -1, -1)), layout)
-    before, after = (
-        rows(layer.keys, layer.values, *ends) for ends in ((0, PAGE_SIZE), (split.last_page * PAGE_SIZE, tokens))
-    )
+    coded = stored(codec, layout, plain, layer.sample)
+    before = rows(layer.keys, layer.values, 0, PAGE_SIZE)
+    after = rows(layer.keys, layer.values, split.last_page * PAGE_SIZE, tokens)
     exact = attend(layer.asked, rows(layer.keys, layer.values, 0, tokens))
-    error = attend(layer.asked, joined((before, sequence(opened), after))) - exact
-    by_query = (gradient * error).view(layer.keys.shape[0], -1, *error.shape[1:]).sum((1, 3))
-    return float((by_query.square().mean(-1) / 2).sum())
+    error = attend(layer.asked, joined((before, coded, after))) - exact
+    # The query heads of a group err together.
+    by_query = (gradients * error).view(len(gradients), layer.keys.shape[0], -1, *error.shape[1:]).sum((2, 4))
+    return float((by_query.square().mean((0, 2)) / 2).sum())
 
 
-def scoring_time(model: CapturedModel, found: Candidates) -> dict[str, float]:
-    """Median CPU seconds for all pages of a prompt, all layers and heads merged, and for its prefill by transformers."""
-    shape = model_shape(Path(model.model.config._name_or_path))
-    geometry = PageGeometry(shape.num_layers, shape.num_kv_heads, shape.head_dim, PAGE_SIZE, torch.bfloat16)
-    free, ladder = codec_and_ladder(cache_options("csa2-4x"), geometry, model.rotation(shape.head_dim), None)
-    scored = replace(free, scorer=found.scorers["mlp"].map(lambda tensor: tensor.flatten(0, 1)))
+def geometry_of(shape: ModelShape) -> PageGeometry:
+    """Pages of a model, in bfloat16."""
+    return PageGeometry(shape.num_layers, shape.num_kv_heads, shape.head_dim, PAGE_SIZE, torch.bfloat16)
+
+
+def scoring_time(folder: Path, scorer: Scorer) -> dict[str, Any]:
+    """CPU time of scoring a prompt's pages in every layer and head, each once, beside its prefill by a server.
+
+    Pages are random and no head is spared, as without a calibration; the server serves ratio 4 with compiled code, and its
+    prefill is all that it does for one more token.
+    """
+    torch.set_num_threads(1)
+    shape = model_shape(folder)
+    free, ladder = codec_and_ladder(
+        cache_options("csa2-4x"), geometry_of(shape), make_rotation(shape.head_dim, neox=True), None
+    )
+    scored = replace(free, scorer=scorer.map(lambda tensor: tensor.flatten(0, 1)))
     count, size = PROMPT_TOKENS // PAGE_SIZE, ladder.layouts[0].page_bytes
     arena = torch.randn(count * size // 2).bfloat16().view(torch.uint8)
     samples = QuerySamples(shape.num_layers, shape.num_kv_heads)
@@ -161,25 +189,30 @@ def scoring_time(model: CapturedModel, found: Candidates) -> dict[str, float]:
         samples.record_extend(0, layer, queries, shape.head_dim**-0.5)
     nobody = torch.zeros(count, dtype=torch.int64)
     wave = Wave(nobody, torch.arange(count) * size, torch.full((count,), ladder.tail), nobody)
-    prompt = model.encode(shipped_documents("report")[0].text)[:PROMPT_TOKENS]
-    actions: dict[str, Callable[[], object]] = {"prefill": lambda: model.run(prompt, lambda *_: None)}
-    for name, codec in (("none", free), ("mlp", scored)):
-        compiled, reference = CompiledSealer(ladder.layouts, codec), ReferenceSealer(ladder.layouts, codec)
-        actions[f"seal_compiled_{name}"] = partial(compiled.seal, arena, wave, samples)
-        actions[f"seal_reference_{name}"] = partial(reference.seal, arena, wave, samples)
+    sealers: dict[str, Sealer] = {
+        "compiled_none": CompiledSealer(ladder.layouts, free),
+        "compiled_mlp": CompiledSealer(ladder.layouts, scored),
+        "reference_none": ReferenceSealer(ladder.layouts, free),
+        "reference_mlp": ReferenceSealer(ladder.layouts, scored),
+    }
     seconds: dict[str, list[float]] = defaultdict(list)
     for _ in range(REPEATS):  # in turn: all see the same machine
-        for name, action in actions.items():
-            start = time.process_time()
-            action()
-            seconds[name].append(time.process_time() - start)
-    medians = {f"{name}_cpu_s": statistics.median(times) for name, times in seconds.items()}
-    scoring = {
-        f"scoring_share_of_prefill_{kind}": (medians[f"seal_{kind}_mlp_cpu_s"] - medians[f"seal_{kind}_none_cpu_s"])
-        / medians["prefill_cpu_s"]
+        for name, sealer in sealers.items():
+            start = time.thread_time()
+            sealer.seal(arena, wave, samples)
+            seconds[f"seal_{name}_cpu_s"].append(time.thread_time() - start)
+    with servers(folder, {"ratio 4": server_arguments(SETTINGS["ratio 4"])}) as up:
+        for prompt in prompts(folder, REPEATS + 1, PROMPT_TOKENS):
+            start = cpu_s(up["ratio 4"])
+            up["ratio 4"].generate(prompt, 1)
+            seconds["prefill_cpu_s"].append(cpu_s(up["ratio 4"]) - start)
+    seconds["prefill_cpu_s"].pop(0)  # whatever the first request pays
+    middle = {name: statistics.median(times) for name, times in seconds.items()}
+    share = {
+        kind: (middle[f"seal_{kind}_mlp_cpu_s"] - middle[f"seal_{kind}_none_cpu_s"]) / middle["prefill_cpu_s"]
         for kind in ("compiled", "reference")
     }
-    return {**medians, **scoring}
+    return {**{name: summary(times) for name, times in seconds.items()}, "scoring_share_of_prefill": share}
 
 
 if __name__ == "__main__":

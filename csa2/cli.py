@@ -90,10 +90,10 @@ def _parser() -> argparse.ArgumentParser:
     calibrate.add_argument("--budget-tokens", type=int, default=3584, help="tokens of a long piece (default: %(default)s)")
     calibrate.add_argument(
         "--scorer",
-        default="best",
+        default="none",
         choices=("none", "ridge", "mlp", "best"),
-        help="score of tokens when merging: without training, by regression, by a small network, or whichever of these has "
-        "the smallest error on text held out (default: %(default)s)",
+        help="score of tokens when merging: without training, corrected by a regression or by a small network, or whichever "
+        "of these has the smallest error on text held out (default: %(default)s)",
     )
     calibrate.add_argument("--scorer-samples", type=int, default=60, help="pieces, for the scorer (default: %(default)s)")
     calibrate.add_argument("--scorer-tokens", type=int, default=2560, help="tokens of such a piece (default: %(default)s)")

@@ -36,7 +36,7 @@ class CalibrateOptions(msgspec.Struct, frozen=True, kw_only=True):
     sample_tokens: int = 512
     budget_samples: int = 16
     budget_tokens: int = 3584
-    scorer: ScorerChoice = "best"
+    scorer: ScorerChoice = "none"
     scorer_samples: int = 60
     scorer_tokens: int = 2560
     seed: int = 0
@@ -114,9 +114,7 @@ def calibrate(options: CalibrateOptions) -> Calibration:
         versions=work.versions,
         scorer=None if candidates is None else scorer_config(candidates, options.for_scorer),
     )
-    scorer = None
-    if candidates is not None and config.scorer is not None:
-        scorer = candidates.scorers.get(config.scorer.kind)
+    scorer = candidates.scorers.get(config.scorer.kind) if candidates and config.scorer else None
     calibration = Calibration(config=config, channel_order=order, losses=losses, scorer=scorer)
     save(calibration, options.out)
     shutil.rmtree(options.out / FOLDER, ignore_errors=True)

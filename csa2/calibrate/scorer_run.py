@@ -33,7 +33,7 @@ HELD_OUT = 5
 class ScorerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What the training of the scorers depends on, the model and the text apart."""
 
-    scorer: ScorerChoice = "best"
+    scorer: ScorerChoice = "none"
     scorer_samples: int = 60
     scorer_tokens: int = 2560
     seed: int = 0

@@ -22,7 +22,7 @@ from csa2.codec.channels import Rotation, make_rotation
 from csa2.demo_model import ensure_demo_model
 from csa2.errors import CalibrationError, OptionError
 
-SMALL = {"samples": 3, "sample_tokens": 128, "budget_samples": 2, "budget_tokens": 384, "scorer": "none"}
+SMALL = {"samples": 3, "sample_tokens": 128, "budget_samples": 2, "budget_tokens": 384}
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +201,7 @@ def test_a_folder_without_a_model_is_refused(tmp_path):
 
 
 def test_the_command(model, text, tmp_path, capsys):
-    budgets = ["--budget-samples", "1", "--budget-tokens", "384", "--scorer", "none"]
+    budgets = ["--budget-samples", "1", "--budget-tokens", "384"]
     arguments = ["calibrate", "--model", str(model), "--text", str(text), "--out", str(tmp_path / "out")]
     assert cli.main([*arguments, "--samples", "2", "--sample-tokens", "128", *budgets]) == 0
     captured = capsys.readouterr()

@@ -3,6 +3,7 @@ merges of the torch reference."""
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hard_pages import BUDGETS, DIMS, DTYPES, PAGE_SIZES, UNEVEN, bases_of, geom
 from page_stores import LADDERS, SIZE, assert_near, full_pages, make_store, read_page
 from torch import Tensor
 
+from csa2.calibrate.scorer_training import Network
 from csa2.codec.codec import PageCodec
 from csa2.codec.importance import attention_share, observed_attention
 from csa2.codec.merging import WEIGHT_FLOOR, merge_heads
@@ -226,6 +228,23 @@ def test_scores_are_corrected_as_the_reference_corrects_them(before, dim, page_s
     asked = queries.flatten(1).any(-1)
     assert float((packed != free)[asked].float().mean()) > 0.1
     assert torch.equal(packed[~asked], free[~asked])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("name", ["csa2-4x", "csa2-8x"])
+def test_an_untrained_network_changes_no_byte(name, isa):
+    g = geometry(64)
+    codec, layouts = model(g, name)
+    heads = g.num_layers * g.num_kv_heads
+    network = Network(heads, 2 * 64 + SCALARS, 16, torch.Generator().manual_seed(0))
+    scorer = Scorer(network.weights, network.offsets, network.outer).map(torch.Tensor.detach)
+    data, queries = plain_pages(*torch.randn(2, 6, heads, 64, 64), g), some_queries(6, g)
+    for kind in (partial(CompiledSealer, isa=isa), ReferenceSealer):
+        untrained, free = (
+            reencoded(kind(layouts, with_or_without), layouts, 0, data, 1, queries)
+            for with_or_without in (replace(codec, scorer=scorer), codec)
+        )
+        assert torch.equal(untrained, free)
 
 
 def test_too_many_hidden_units_are_refused():

@@ -84,6 +84,12 @@ def test_a_rank_gets_the_scorer_of_its_heads(made):
     assert torch.equal(everything.outer[1], made[0].scorer.outer[0, 1])
 
 
+def test_none_is_trained_unless_asked_for(model, text, tmp_path):
+    calibration = calibrate(options(model, text, tmp_path))
+    assert (calibration.scorer, calibration.config.scorer) == (None, None)
+    assert "none was trained" in (tmp_path / "README.md").read_text()
+
+
 def test_a_regression_can_be_stored(model, text, tmp_path):
     calibration = calibrate(options(model, text, tmp_path, scorer="ridge"))
     assert same(load(tmp_path).scorer, calibration.scorer)
@@ -166,14 +172,14 @@ def candidates(**errors: float) -> Candidates:
     ],
 )
 def test_the_best_on_text_held_out_is_kept(errors, best):
-    config = scorer_config(candidates(**errors), ScorerOptions())
+    config = scorer_config(candidates(**errors), ScorerOptions(scorer="best"))
     assert (config.kind, config.asked_for) == (best, "best")
     assert config.held_out_errors["none"] == pytest.approx((errors["none"], 2 * errors["none"]))
     assert scorer_config(candidates(**errors), ScorerOptions(scorer="ridge")).kind == "ridge"
 
 
 def test_the_card_says_when_no_scorer_is_better(made, tmp_path):
-    config = scorer_config(candidates(none=0.03, ridge=0.05, mlp=0.04), ScorerOptions())
+    config = scorer_config(candidates(none=0.03, ridge=0.05, mlp=0.04), ScorerOptions(scorer="best"))
     changed = msgspec.structs.replace(made[0].config, scorer=config)
     save(msgspec.structs.replace(made[0], config=changed, scorer=None), tmp_path)
     assert "kept none, since no trained one is better" in (tmp_path / "README.md").read_text()
@@ -198,7 +204,7 @@ def test_what_is_held_out_is_in_no_training_piece():
 def test_short_text_is_refused(model, tmp_path):
     short = write_text(tmp_path / "short.txt", 2 * TOKENS - 1)
     with pytest.raises(CalibrationError, match=r"no file has 768 tokens.*--scorer-tokens, or --scorer none"):
-        calibrate(options(model, short, tmp_path / "out"))
+        calibrate(options(model, short, tmp_path / "out", scorer="mlp"))
 
 
 @pytest.mark.parametrize("damage", ["missing", "shape", "nan"])
@@ -220,7 +226,7 @@ def test_the_command(model, text, tmp_path, capsys):
     arguments = ["calibrate", "--model", str(model), "--text", str(text), "--out", str(tmp_path / "out")]
     for name, value in SMALL.items():
         arguments += [f"--{name.replace('_', '-')}", str(value)]
-    assert cli.main([*arguments, "--scorer-tokens", str(TOKENS)]) == 0
+    assert cli.main([*arguments, "--scorer-tokens", str(TOKENS), "--scorer", "best"]) == 0
     config = json.loads((tmp_path / "out" / CONFIG).read_text())["scorer"]
     assert config["asked_for"] == "best"
     assert set(config["held_out_errors"]) == {"none", "ridge", "mlp"}

@@ -97,6 +97,13 @@ def test_the_network_starts_as_the_identity():
     assert any(bool(parameter.any()) for parameter in network.parameters())
 
 
+def test_an_untrained_scorer_corrects_nothing(samples):
+    """Not even by the standardisation that goes into its weights."""
+    network = Network(GROUPS, WIDTH, 8, torch.Generator().manual_seed(0))
+    scorer = Standardised(samples).scorer(network.weights, network.offsets, network.outer)
+    assert torch.equal(scorer.correction(samples[0].entries, samples[0].observed), torch.ones(PAGES, GROUPS, TOKENS))
+
+
 def test_the_stored_scorer_is_the_trained_network(samples):
     """Standardisation goes into the weights; rounding to bfloat16 is all that changes."""
     known = Standardised(samples)
