@@ -75,8 +75,9 @@ def _parser() -> argparse.ArgumentParser:
 
     calibrate = commands.add_parser(
         "calibrate",
-        help="find out which key channels and which heads of a model matter most",
-        description="Run a model over text and write a calibration folder for --csa2-calibration.",
+        help="find out which key channels, heads and tokens of a model matter most",
+        description="Run a model over text and write a calibration folder for --csa2-calibration. An interrupted run goes "
+        "on where it was.",
     )
     calibrate.add_argument("--model", required=True, metavar="DIR", help="folder of the model")
     calibrate.add_argument("--text", required=True, nargs="+", metavar="FILE", help="text like what will be served")
@@ -87,6 +88,15 @@ def _parser() -> argparse.ArgumentParser:
         "--budget-samples", type=int, default=16, help="long pieces, for the budgets of heads (default: %(default)s)"
     )
     calibrate.add_argument("--budget-tokens", type=int, default=3584, help="tokens of a long piece (default: %(default)s)")
+    calibrate.add_argument(
+        "--scorer",
+        default="none",
+        choices=("none", "ridge", "mlp", "best"),
+        help="score of tokens when merging: without training, corrected by a regression or by a small network, or whichever "
+        "of these has the smallest error on text held out (default: %(default)s)",
+    )
+    calibrate.add_argument("--scorer-samples", type=int, default=60, help="pieces, for the scorer (default: %(default)s)")
+    calibrate.add_argument("--scorer-tokens", type=int, default=2560, help="tokens of such a piece (default: %(default)s)")
     calibrate.add_argument("--seed", type=int, default=0, help="which pieces (default: %(default)s)")
     calibrate.set_defaults(run=_calibrate)
     _add_commands(commands)
@@ -123,6 +133,9 @@ def _calibrate(arguments: argparse.Namespace) -> int:
         sample_tokens=arguments.sample_tokens,
         budget_samples=arguments.budget_samples,
         budget_tokens=arguments.budget_tokens,
+        scorer=arguments.scorer,
+        scorer_samples=arguments.scorer_samples,
+        scorer_tokens=arguments.scorer_tokens,
         seed=arguments.seed,
     )
     samples = calibrate(options).config.samples

@@ -1,6 +1,7 @@
 """`csa2 calibrate`: text in, calibration folder out."""
 
 import hashlib
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,9 +10,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from csa2.calibrate.artefact import FORMAT_VERSION, Calibration, CalibrationConfig, save
+from csa2.calibrate.artefact import FORMAT_VERSION, Calibration, CalibrationConfig, ScorerConfig, save
 from csa2.calibrate.capture import CapturedModel
 from csa2.calibrate.fingerprint import ModelShape, model_shape, weights_digest
+from csa2.calibrate.scorer_run import FOLDER, Candidates, ScorerChoice, ScorerOptions, Work, train_scorers
+from csa2.calibrate.scorer_training import RATIOS
 from csa2.calibrate.sensitivity import SampleSplit, layer_losses
 from csa2.calibrate.statistics import PAGE_TOKENS, channel_order, channel_pairs, pair_scores
 from csa2.codec.budgets import HeadBudget, menu
@@ -33,7 +36,20 @@ class CalibrateOptions(msgspec.Struct, frozen=True, kw_only=True):
     sample_tokens: int = 512
     budget_samples: int = 16
     budget_tokens: int = 3584
+    scorer: ScorerChoice = "none"
+    scorer_samples: int = 60
+    scorer_tokens: int = 2560
     seed: int = 0
+
+    @property
+    def for_scorer(self) -> ScorerOptions:
+        """Those that the training of the scorer depends on."""
+        return ScorerOptions(
+            scorer=self.scorer,
+            scorer_samples=self.scorer_samples,
+            scorer_tokens=self.scorer_tokens,
+            seed=self.seed,
+        )
 
     def validate(self) -> None:
         """Check values before anything is loaded.
@@ -51,10 +67,13 @@ class CalibrateOptions(msgspec.Struct, frozen=True, kw_only=True):
         if self.budget_samples < 1:
             raise OptionError(f"--budget-samples {self.budget_samples} is out of range: give at least 1, better 16")
         SampleSplit.of(self.budget_tokens)
+        self.for_scorer.validate()
 
 
 def calibrate(options: CalibrateOptions) -> Calibration:
     """Measure, save and return a calibration. Shows progress on the error stream; the same seed gives the same result.
+
+    An interrupted run leaves what it has of the scorer in `options.out`, where the same run finds it again.
 
     Raises:
         OptionError: an option is out of range.
@@ -67,6 +86,14 @@ def calibrate(options: CalibrateOptions) -> Calibration:
     documents = [model.encode(text) for text in texts]
     samples = draw_samples(documents, options.samples, options.sample_tokens, options.seed, "--sample-tokens")
     long_samples = draw_samples(documents, options.budget_samples, options.budget_tokens, options.seed, "--budget-tokens")
+    work = Work(
+        shape=shape,
+        weights_digest=weights_digest(options.model),
+        data_digest=hashlib.sha256("".join(texts).encode()).hexdigest(),
+        options=options.for_scorer,
+        versions={name: version for name, version in versions().items() if name != "os"},
+    )
+    candidates = train_scorers(model, documents, work, options.out / FOLDER) if options.scorer != "none" else None
     rotation = model.rotation(shape.head_dim)
     pairs = channel_pairs(rotation, shape.head_dim)
     order = channel_order(measure(model, samples, shape, pairs), pairs)
@@ -76,19 +103,39 @@ def calibrate(options: CalibrateOptions) -> Calibration:
         format_version=FORMAT_VERSION,
         model_name=options.model.name,
         shape=shape,
-        weights_digest=weights_digest(options.model),
-        data_digest=hashlib.sha256("".join(texts).encode()).hexdigest(),
+        weights_digest=work.weights_digest,
+        data_digest=work.data_digest,
         samples=len(samples),
         sample_tokens=options.sample_tokens,
         budget_samples=len(long_samples),
         budget_tokens=options.budget_tokens,
         seed=options.seed,
         menu=choices,
-        versions={name: version for name, version in versions().items() if name != "os"},
+        versions=work.versions,
+        scorer=None if candidates is None else scorer_config(candidates, options.for_scorer),
     )
-    calibration = Calibration(config=config, channel_order=order, losses=losses)
+    scorer = candidates.scorers.get(config.scorer.kind) if candidates and config.scorer else None
+    calibration = Calibration(config=config, channel_order=order, losses=losses, scorer=scorer)
     save(calibration, options.out)
+    shutil.rmtree(options.out / FOLDER, ignore_errors=True)
     return calibration
+
+
+def scorer_config(candidates: Candidates, options: ScorerOptions) -> ScorerConfig:
+    """Which candidate is kept: the one that was asked for, or the best."""
+    kind = candidates.best() if options.scorer == "best" else options.scorer
+    scorer = candidates.scorers.get(kind)
+    return ScorerConfig(
+        kind=kind,
+        asked_for=options.scorer,
+        hidden_units=0 if scorer is None else scorer.outer.shape[-1],
+        parameters=0 if scorer is None else scorer.parameters,
+        samples=candidates.samples,
+        held_out_samples=candidates.held_out,
+        sample_tokens=options.scorer_tokens,
+        ratios=RATIOS,
+        held_out_errors={name: candidates.mean_errors(name) for name in candidates.errors},
+    )
 
 
 def draw_samples(documents: Sequence[list[int]], count: int, length: int, seed: int, option: str) -> list[list[int]]:

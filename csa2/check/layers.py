@@ -71,8 +71,9 @@ def layer_of(codec: PageCodec, ladder: FormatLadder, layer: int) -> tuple[PageCo
     geometry = PageGeometry(1, whole.num_kv_heads, whole.head_dim, whole.page_size, whole.dtype, marked)
     reduced = codec.bases.reduced
     bases = CodecBases(codec.bases.flat, None if reduced is None else reduced[heads], codec.bases.rope)
+    scorer = None if codec.scorer is None else codec.scorer.map(lambda tensor: tensor[heads])
     layouts = tuple(replace(layout, geometry=geometry, heads=layout.heads[heads]) for layout in ladder.layouts)
-    return PageCodec(bases), layouts
+    return PageCodec(bases, scorer), layouts
 
 
 def _compressed(

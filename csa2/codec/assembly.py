@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from csa2.codec.budgets import HeadLosses
 from csa2.codec.channels import Rotation, default_classes
 from csa2.codec.codec import PageCodec, make_codec
+from csa2.codec.scorer import Scorer
 from csa2.formats import MERGE, FormatLadder, check_geometry, even_heads, make_ladder
 from csa2.options import CacheOptions
 from sgl_kernels.page_layout import HeadLayout, PageGeometry
@@ -18,6 +19,7 @@ class HeadCalibration:
     orders: list[list[int]]
     """Channels of the keys of each head, the most important first; the two of a rotary pair together."""
     losses: HeadLosses
+    scorer: Scorer | None = None
 
 
 def codec_and_ladder(
@@ -46,7 +48,7 @@ def codec_and_ladder(
         if known is not None:
             heads = known.losses.heads(heads, geometry)
             classes = tuple(() if head.basis == "identity" else head.key_classes for head in heads)
-    codec = make_codec(geometry, rotation, classes, orders, rope)
+    codec = make_codec(geometry, rotation, classes, orders, rope, None if known is None else known.scorer)
     ladder = make_ladder(
         geometry,
         options.kv_format,

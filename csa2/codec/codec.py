@@ -9,6 +9,7 @@ from csa2.codec.channels import Rotation, reduced_bases
 from csa2.codec.finite import finite
 from csa2.codec.importance import attention_share, observed_attention
 from csa2.codec.merging import merge_heads
+from csa2.codec.scorer import Scorer
 from csa2.formats import HeadClasses
 from sgl_kernels.basis import orthonormal_basis
 from sgl_kernels.page_codec.reference import CodecBases, Entries, open_pages, seal_pages
@@ -21,13 +22,14 @@ class PageCodec:
     """What sealing and opening pages of one model and rank needs."""
 
     bases: CodecBases
+    scorer: Scorer | None = None
+    """Of the L x G heads; None: the training-free score."""
 
     def to(self, device: torch.device | str) -> "PageCodec":
         """This codec on `device`."""
         flat, reduced, rope = self.bases.flat.to(device), self.bases.reduced, self.bases.rope
-        return PageCodec(
-            CodecBases(flat, None if reduced is None else reduced.to(device), None if rope is None else rope.to(device))
-        )
+        bases = CodecBases(flat, None if reduced is None else reduced.to(device), None if rope is None else rope.to(device))
+        return PageCodec(bases, None if self.scorer is None else self.scorer.to(device))
 
     def seal(self, entries: Entries, layout: PageLayout, queries: Tensor | None = None) -> Tensor:
         """(N, page_bytes) uint8: full pages in a coded format, heads merged first that have fewer entries there.
@@ -40,6 +42,8 @@ class PageCodec:
         observed = observed_attention(entries, queries)
         if layout.is_merged:
             importance = attention_share(entries, observed) * entries.values.norm(dim=-1)
+            if self.scorer is not None:
+                importance = importance * self.scorer.correction(entries, observed)
             entries = merge_heads(entries, importance, [head.entries for head in layout.heads])
             observed = observed_attention(entries, queries)
         return seal_pages(entries, layout, self.bases, observed)
@@ -59,6 +63,7 @@ def make_codec(
     classes: HeadClasses,
     orders: list[list[int]] | None = None,
     rope: Rope | None = None,
+    scorer: Scorer | None = None,
 ) -> PageCodec:
     """The codec of a model.
 
@@ -66,8 +71,9 @@ def make_codec(
         classes: key classes of each of the L x G heads in the reduced format; empty for one that keeps the identity basis.
         orders: for each head its channels, the most important first; None: the slowest rotary pairs first.
         rope: how keys rotate, for formats that separate them from their positions.
+        scorer: of these heads, for formats that merge.
     """
     if orders is None:
         orders = [rotation.prior_order(geometry.head_dim)] * len(classes)
     reduced = reduced_bases(classes, orders, geometry.head_dim)
-    return PageCodec(CodecBases(orthonormal_basis(geometry.head_dim), reduced, rope))
+    return PageCodec(CodecBases(orthonormal_basis(geometry.head_dim), reduced, rope), scorer)

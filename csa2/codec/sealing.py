@@ -11,7 +11,8 @@ from csa2.codec.codec import PageCodec
 from csa2.codec.importance import EQUAL_SIZES
 from csa2.codec.merging import ROUNDING, WEIGHT_FLOOR
 from csa2.codec.queries import QuerySamples
-from sgl_kernels.page_codec.cpu import CpuSealer, MergeRule
+from csa2.codec.scorer import LIMIT, SHARE_FLOOR, SIZE_FLOOR
+from sgl_kernels.page_codec.cpu import NO_CORRECTION, CpuSealer, MergeRule, ScoreCorrection
 from sgl_kernels.page_codec.reference import Entries
 from sgl_kernels.page_layout import PageLayout
 
@@ -85,7 +86,10 @@ class CompiledSealer:
 
     def __init__(self, layouts: Sequence[PageLayout], codec: PageCodec, isa: str | None = None) -> None:
         """Raises KernelBuildError or InstructionSetError: see `sgl_kernels.cpu.build.load`."""
-        self._kernel = CpuSealer(layouts, codec.bases, MergeRule(WEIGHT_FLOOR, EQUAL_SIZES, ROUNDING), isa)
+        scorer, correction = codec.scorer, NO_CORRECTION
+        if scorer is not None:
+            correction = ScoreCorrection(scorer.weights, scorer.offsets, scorer.outer, SHARE_FLOOR, SIZE_FLOOR, LIMIT)
+        self._kernel = CpuSealer(layouts, codec.bases, MergeRule(WEIGHT_FLOOR, EQUAL_SIZES, ROUNDING), isa, correction)
 
     def seal(self, arena: Tensor, wave: Wave, samples: QuerySamples) -> dict[int, Tensor]:
         """See `Sealer.seal`."""

@@ -119,9 +119,10 @@ class Csa2ServerArgs(ServerArgs, kw_only=True, dict=True):  # type: ignore[call-
     csa2_calibration: Annotated[
         str | None,
         Arg(
-            help="Folder made by `csa2 calibrate` for this model: which key channels matter most, and which heads need more "
-            "bytes than others, in k8v4 and all smaller formats. Left out: the slowest rotary pairs first, the same bytes "
-            "for every head, which loses several times more. With --csa2-key-scale channel the 4-bit format uses none."
+            help="Folder made by `csa2 calibrate` for this model: which key channels matter most, which heads need more "
+            "bytes than others, in k8v4 and all smaller formats, and, where one was trained, the scorer of tokens that are "
+            "merged. Left out: the slowest rotary pairs first, the same bytes for every head, which loses several times "
+            "more. With --csa2-key-scale channel the 4-bit format uses none."
         ),
     ] = _DEFAULTS.calibration
     csa2_rope: Annotated[

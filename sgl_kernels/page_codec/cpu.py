@@ -32,10 +32,42 @@ class MergeRule:
     """Variance over mean square below which keys or values count as equal."""
 
 
+@dataclass(frozen=True)
+class ScoreCorrection:
+    """Networks that correct what entries are worth, one for each of the L x G heads: i_e is multiplied by exp(f) in heads
+    that have no entry with a bias, where there is a sample.
+
+    f = h_0 + sum over u of outer_u silu(h_u), clamped to +- `limit`, with h = offsets + weights . x. Features x are the key
+    less the mean of the keys, the value, log(max(share, `share_floor`) E), the size of the key, log(max(size of the value,
+    `size_floor`)), and the place in the page from -1 to 1.
+    """
+
+    weights: Tensor
+    """(L x G, 2 D + 4, 1 + U) fp32, U at most `MOST_HIDDEN_UNITS`"""
+    offsets: Tensor
+    """(L x G, 1 + U) fp32"""
+    outer: Tensor
+    """(L x G, U) fp32"""
+    share_floor: float
+    size_floor: float
+    limit: float
+
+
+MOST_HIDDEN_UNITS = 64
+NO_CORRECTION = ScoreCorrection(torch.zeros(0, 0, 0), torch.zeros(0, 0), torch.zeros(0, 0), 1.0, 1.0, 0.0)
+
+
 class CpuSealer:
     """The kernel, bound to the layouts of one model."""
 
-    def __init__(self, layouts: Sequence[PageLayout], bases: CodecBases, rule: MergeRule, isa: str | None = None) -> None:
+    def __init__(
+        self,
+        layouts: Sequence[PageLayout],
+        bases: CodecBases,
+        rule: MergeRule,
+        isa: str | None = None,
+        correction: ScoreCorrection = NO_CORRECTION,
+    ) -> None:
         """Compile what is not compiled yet.
 
         Args:
@@ -44,6 +76,7 @@ class CpuSealer:
 
         Raises:
             KernelBuildError, InstructionSetError: see `build.load`.
+            ValueError: a correction with too many hidden units.
         """
         self._module: Any = build.load(isa)
         geometry = layouts[0].geometry
@@ -57,6 +90,10 @@ class CpuSealer:
         self._reduced = torch.empty(0, 0, 0) if bases.reduced is None else bases.reduced.float().contiguous()
         self._reduced_t = self._reduced.transpose(1, 2).contiguous()
         self._rule = rule
+        if correction.outer.shape[-1] > MOST_HIDDEN_UNITS:
+            raise ValueError(f"{correction.outer.shape[-1]} hidden units of a scorer are more than {MOST_HIDDEN_UNITS}")
+        self._scorer = [x.float().contiguous() for x in (correction.weights.mT, correction.offsets, correction.outer)]
+        self._scorer_limits = correction.share_floor, correction.size_floor, correction.limit
 
     def seal(
         self, arena: Tensor, source: Tensor, offsets: Tensor, target: Tensor, queries: Tensor | None, sample: Tensor
@@ -97,6 +134,8 @@ class CpuSealer:
             self._rule.weight_floor,
             self._rule.equal_sizes,
             self._rule.rounding,
+            *self._scorer,
+            *self._scorer_limits,
             torch.get_num_threads(),
         )
         packed, start = {}, 0

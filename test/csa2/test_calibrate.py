@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from tiny_llama import DIM, GROUPS, HEADS, LAYERS, write_text, write_tiny_llama
 
 import csa2
 from csa2 import cli
@@ -21,42 +22,17 @@ from csa2.codec.channels import Rotation, make_rotation
 from csa2.demo_model import ensure_demo_model
 from csa2.errors import CalibrationError, OptionError
 
-LAYERS, HEADS, GROUPS, DIM = 2, 4, 2, 32
 SMALL = {"samples": 3, "sample_tokens": 128, "budget_samples": 2, "budget_tokens": 384}
-WORDS = [f"w{i}" for i in range(200)]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    """A tiny Llama with random weights and a tokenizer that knows some words."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    folder = tmp_path_factory.mktemp("tiny-llama")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(WORDS),
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=GROUPS,
-        head_dim=DIM,
-        tie_word_embeddings=True,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(folder)
-    return folder
+    return write_tiny_llama(tmp_path_factory.mktemp("tiny-llama"))
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "words.txt"
-    order = torch.randint(len(WORDS), (1000,), generator=torch.Generator().manual_seed(1)).tolist()
-    path.write_text(" ".join(WORDS[i] for i in order))
-    return path
+    return write_text(tmp_path_factory.mktemp("text") / "words.txt", 1000)
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +175,16 @@ def test_samples_do_not_overlap_and_follow_the_seed():
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("samples", 0), ("sample_tokens", 127), ("budget_samples", 0), ("budget_tokens", 200)]
+    ("field", "value"),
+    [
+        ("samples", 0),
+        ("sample_tokens", 127),
+        ("budget_samples", 0),
+        ("budget_tokens", 200),
+        ("scorer", "guess"),
+        ("scorer_samples", 1),
+        ("scorer_tokens", 383),
+    ],
 )
 def test_options_out_of_range(field, value):
     options = CalibrateOptions(model=Path(), texts=(), out=Path())

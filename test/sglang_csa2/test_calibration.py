@@ -5,12 +5,15 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
 
 import csa2
-from csa2.calibrate.artefact import load
+from csa2.calibrate.artefact import ScorerConfig, load, save
+from csa2.codec.assembly import codec_and_ladder
 from csa2.codec.channels import make_rotation
+from csa2.codec.scorer import SCALARS, Scorer
 from csa2.errors import CalibrationError
 from csa2.options import CacheOptions
 from sgl_kernels.page_layout import PageGeometry
@@ -47,6 +50,41 @@ def test_a_rank_gets_its_layers_and_heads(monkeypatch):
     assert torch.equal(part.losses.losses, losses[:, 20:, 2])
     ranks(monkeypatch, 5, 6)  # more ranks than heads: two share one
     assert calibration.head_calibration(OPTIONS, geometry(30, 1), 0, NEOX).orders == order[:, 2].tolist()
+
+
+def test_a_rank_gets_the_scorer_of_its_heads(monkeypatch, tmp_path, caplog):
+    """From the folder to the codec that seals."""
+    shipped = load(SHIPPED)
+    heads, features, units = (30, 3), 2 * 64 + SCALARS, 2
+    random = torch.Generator().manual_seed(0)
+    weights = [torch.randn(*shape, generator=random) for shape in ((*heads, features, 1 + units), (*heads, 1 + units))]
+    scorer = Scorer(*weights, torch.randn(*heads, units, generator=random)).map(lambda tensor: tensor.bfloat16().float())
+    about = ScorerConfig(
+        kind="mlp",
+        asked_for="mlp",
+        hidden_units=units,
+        parameters=scorer.parameters,
+        samples=1,
+        held_out_samples=1,
+        sample_tokens=384,
+        ratios=(2, 4),
+        held_out_errors={"none": (0.2, 0.3), "mlp": (0.1, 0.2)},
+    )
+    config = msgspec.structs.replace(shipped.config, scorer=about)
+    save(msgspec.structs.replace(shipped, config=config, scorer=scorer), tmp_path)
+    options = CacheOptions(ratio="4", calibration=str(tmp_path))
+    ranks(monkeypatch, 1, 3)
+    part = geometry(10, 1)
+    with caplog.at_level(logging.INFO):
+        known = calibration.head_calibration(options, part, 20, NEOX)
+    assert "trained scorer" in caplog.text
+    codec, _ = codec_and_ladder(options, part, NEOX, known)
+    assert torch.equal(codec.scorer.weights, scorer.weights[20:, 1])
+    assert torch.equal(codec.scorer.offsets, scorer.offsets[20:, 1])
+    assert torch.equal(codec.scorer.outer, scorer.outer[20:, 1])
+    ranks(monkeypatch, 5, 6)  # more ranks than heads: two share one
+    shared = calibration.head_calibration(options, geometry(30, 1), 0, NEOX)
+    assert torch.equal(shared.scorer.weights, scorer.weights[:, 2])
 
 
 @pytest.mark.parametrize("other", [geometry(31), geometry(heads=4), geometry(dim=128)])

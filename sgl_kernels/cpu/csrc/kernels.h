@@ -46,6 +46,14 @@ struct MergeRule {
   float weight_floor, equal_sizes, rounding;
 };
 
+// Networks that correct the scores of entries, one a head; see `sgl_kernels/page_codec/cpu.py`.
+struct ScorerArgs {
+  const float *weights, *offsets, *outer;  // (heads, rows, 2 D + 4), (heads, rows), (heads, rows - 1)
+  int64_t rows;                            // hidden units and one; 0: no scorer
+  float share_floor, size_floor, limit;
+};
+constexpr int64_t kMostScorerRows = 65;
+
 struct SealArgs {
   const uint8_t* arena;
   uint8_t* out;
@@ -62,6 +70,7 @@ struct SealArgs {
   int64_t num_queries;
   Dtype query_dtype;
   MergeRule rule;
+  ScorerArgs scorer;
   int threads;
 };
 void seal(const SealArgs& args);

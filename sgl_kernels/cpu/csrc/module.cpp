@@ -144,7 +144,8 @@ void write_rows(TensorView arena, TensorView rows, TensorView keys, TensorView v
 // Re-encode pages: see `SealArgs`. `moves` (n, 5), `pieces` (formats, heads, fields), `dtype` of plain pages.
 void seal_op(TensorView out, TensorView arena, TensorView moves, TensorView pieces, int64_t dtype, TensorView flat,
              bool hadamard, TensorView reduced, TensorView reduced_t, Optional<TensorView> queries, double weight_floor, double equal_sizes,
-             double rounding, int64_t threads) {
+             double rounding, TensorView scorer_weights, TensorView scorer_offsets, TensorView scorer_outer, double share_floor,
+             double size_floor, double limit, int64_t threads) {
   SealArgs args{};
   args.out = static_cast<uint8_t*>(out.data_ptr());
   args.arena = static_cast<const uint8_t*>(arena.data_ptr());
@@ -165,6 +166,13 @@ void seal_op(TensorView out, TensorView arena, TensorView moves, TensorView piec
     args.query_dtype = dtype_of(queries.value());
   }
   args.rule = {static_cast<float>(weight_floor), static_cast<float>(equal_sizes), static_cast<float>(rounding)};
+  args.scorer = {static_cast<const float*>(scorer_weights.data_ptr()),
+                 static_cast<const float*>(scorer_offsets.data_ptr()),
+                 static_cast<const float*>(scorer_outer.data_ptr()),
+                 scorer_weights.size(1),
+                 static_cast<float>(share_floor),
+                 static_cast<float>(size_floor),
+                 static_cast<float>(limit)};
   args.threads = static_cast<int>(threads);
   seal(args);
 }

@@ -3,6 +3,7 @@
 #include <iterator>
 
 #include "merge.h"
+#include "scorer.h"
 
 namespace csa2 {
 namespace {
@@ -10,18 +11,18 @@ namespace {
 // Buffers of one thread, for one page and head; grown when a larger page comes.
 struct Workspace {
   float *keys, *values;  // rows (entries, pad)
-  float *columns, *spare, *queries, *logits, *bias, *share, *importance, *line;
+  float *columns, *spare, *queries, *logits, *bias, *share, *importance, *line, *hidden;
   MergeBuffers merge;
 
-  void allocate(Scratch& scratch, int most_entries, int pad, int num_queries) {
+  void allocate(Scratch& scratch, int most_entries, int pad, int num_queries, int64_t hidden_size) {
     const int64_t padded = round_up(most_entries, kLanes), rows = padded * pad;
     const int64_t spare_rows = std::max<int64_t>(padded, pad) + kLanes;
     const int64_t sizes[] = {rows, rows, rows, 2 * spare_rows * kLanes, static_cast<int64_t>(num_queries) * pad,
                              num_queries * padded, padded, padded, padded, 2 * padded,
-                             rows, rows, rows, padded * padded, padded, padded, padded, rows, padded, padded};
+                             rows, rows, rows, padded * padded, padded, padded, padded, rows, padded, padded, hidden_size};
     float** const parts[] = {&keys, &values, &columns, &spare, &queries, &logits, &bias, &share, &importance, &line,
                              &merge.centred, &merge.columns, &merge.pivots, &merge.products, &merge.squares, &merge.weight,
-                             &merge.mass, &merge.sums, &kept_, &owner_};
+                             &merge.mass, &merge.sums, &kept_, &owner_, &hidden};
     int64_t total = 0;
     for (const int64_t size : sizes) total += round_up(static_cast<int>(size), kLanes);
     float* at = scratch.get<float>(total);
@@ -116,6 +117,11 @@ class Sealer {
   void merge(int groups, bool sampled) {
     for (int e = 0; e < entries_; ++e)
       work_.importance[e] = work_.share[e] * norm_of(work_.values + static_cast<int64_t>(e) * pad_, pad_);
+    if (sampled && args_.scorer.rows && !has_bias()) {
+      to_columns(work_.values, round_up(entries_, kLanes), pad_, work_.merge.columns);
+      correct_scores(args_.scorer, head_, work_.columns, work_.merge.columns, work_.share, entries_, d_, pad_, work_.hidden,
+                     work_.importance);
+    }
     merge_rows(work_.keys, work_.values, work_.bias, work_.importance, entries_, groups, pad_, args_.rule, work_.merge);
     entries_ = groups;
     to_columns(work_.keys, round_up(groups, kLanes), pad_, work_.columns);
@@ -127,6 +133,13 @@ class Sealer {
       for (int p = 0; p < groups; ++p) row[p] = row[work_.merge.kept[p]];
     }
     mean_softmax(work_.logits, stride_, rows, work_.bias, groups, work_.line, work_.share);
+  }
+
+  // Whether entries are merged already.
+  bool has_bias() const {
+    for (int e = 0; e < entries_; ++e)
+      if (work_.bias[e] != 0.0f) return true;
+    return false;
   }
 
   // Makes shares add up to 1; false if all are 0.
@@ -258,7 +271,8 @@ void seal(const SealArgs& args) {
   {
     static thread_local Scratch scratch;
     Workspace work;
-    work.allocate(scratch, most, round_up(args.head_dim, kLanes), static_cast<int>(args.num_queries));
+    work.allocate(scratch, most, round_up(args.head_dim, kLanes), static_cast<int>(args.num_queries),
+                  hidden_floats(args.scorer, round_up(most, kLanes)));
     Sealer sealer(args, work);
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < tasks; ++i)  // head by head: pages share the queries of their sample
