@@ -18,6 +18,7 @@ TailFormat = Literal["ratio", "bf16", "fp8", "k8v4"]
 KeyScale = Literal["entry", "channel"]
 RopeVariant = Literal["rotated", "separated"]
 Impl = Literal["auto", "reference", "cpu", "cuda"]
+PackWeights = Literal["all", "layers", "none"]
 
 RATIOS: tuple[str, ...] = get_args(Ratio)
 CODE_FORMATS: tuple[str, ...] = get_args(CodeFormat)
@@ -26,6 +27,7 @@ TAIL_FORMATS: tuple[str, ...] = get_args(TailFormat)
 KEY_SCALES: tuple[str, ...] = get_args(KeyScale)
 ROPE_VARIANTS: tuple[str, ...] = get_args(RopeVariant)
 IMPLS: tuple[str, ...] = get_args(Impl)
+PACK_WEIGHTS: tuple[str, ...] = get_args(PackWeights)
 
 SERVED_RATIOS = ("1", "2", "4", "8")
 SERVED_IMPLS = ("auto", "reference", "cpu")
@@ -46,6 +48,7 @@ class CacheOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     calibration: str | None = None
     rope: RopeVariant = "rotated"
     impl: Impl = "auto"
+    pack_weights: PackWeights = "all"
 
     @property
     def arena_bytes(self) -> int | None:
@@ -72,6 +75,7 @@ class CacheOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         _one_of("--csa2-key-scale", self.key_scale, KEY_SCALES)
         _one_of("--csa2-rope", self.rope, ROPE_VARIANTS)
         _one_of("--csa2-impl", self.impl, IMPLS)
+        _one_of("--csa2-pack-weights", self.pack_weights, PACK_WEIGHTS)
         _ = self.arena_bytes
         if self.ratio not in SERVED_RATIOS:
             raise OptionError(

@@ -39,5 +39,7 @@ class CacheStats(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt tokens of admitted requests since the start."""
     identity_basis_layers: list[int]
     """Layers with a surviving key bias, stored without the Hadamard basis."""
+    weight_copy_bytes: int
+    """Bytes of weights held twice, see `--csa2-pack-weights`."""
     options: dict[str, str | int | None]
     """Resolved options."""

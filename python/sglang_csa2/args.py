@@ -15,6 +15,7 @@ from csa2.options import (
     CODE_FORMATS,
     IMPLS,
     KEY_SCALES,
+    PACK_WEIGHTS,
     RATIOS,
     ROPE_VARIANTS,
     SHARED_FORMATS,
@@ -23,6 +24,7 @@ from csa2.options import (
     CodeFormat,
     Impl,
     KeyScale,
+    PackWeights,
     Ratio,
     RopeVariant,
     SharedFormat,
@@ -143,6 +145,15 @@ class Csa2ServerArgs(ServerArgs, kw_only=True, dict=True):  # type: ignore[call-
             choices=list(IMPLS),
         ),
     ] = _DEFAULTS.impl
+    csa2_pack_weights: Annotated[
+        str,
+        Arg(
+            help="On a CPU, keep bf16 weights in the order in which matrix products read them. layers: in place, at no cost "
+            "in memory. all: also an output head that shares its weights with the embedding, as a second copy of them. "
+            "none: not at all; only then can weights be read out of the server.",
+            choices=list(PACK_WEIGHTS),
+        ),
+    ] = _DEFAULTS.pack_weights
 
     _NS_BY_FIELD = {  # noqa: RUF012 - SGLang's name and form: field -> namespace it is published under
         **ServerArgs._NS_BY_FIELD,
@@ -180,6 +191,7 @@ def options_from(server_args: Any) -> CacheOptions:
         protect_tokens=_whole_number(server_args, "csa2_protect_tokens"),
         rope=cast(RopeVariant, server_args.csa2_rope),
         impl=cast(Impl, server_args.csa2_impl),
+        pack_weights=cast(PackWeights, server_args.csa2_pack_weights),
     )
 
 

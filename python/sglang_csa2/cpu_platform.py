@@ -31,6 +31,15 @@ class Csa2CpuPlatform(CpuDeviceMixin, SRTPlatform):
         """Layers run their `forward_native`."""
         return "native"
 
+    def post_load_model(self, model: torch.nn.Module) -> None:
+        """Pack the weights of a server with compressed pages."""
+        from sglang_csa2.args import enabled_here, options_here
+
+        if enabled_here():
+            from sglang_csa2.packed_linear import pack_model
+
+            pack_model(model, options_here().pack_weights)
+
     def get_torch_profiler_activity_str(self) -> str:
         """The profiler records CPU time; SGLang asks every out-of-tree platform."""
         return "CPU"

@@ -108,6 +108,8 @@ def _bias_ratio(block: nn.Module | None, parent: nn.Module, layer: Any, page_siz
     start = layer.tp_q_head_num * dim
     rows = slice(start, start + heads * dim)
     weight = qkv.weight.detach()
+    if weight.is_mkldnn:
+        weight = weight.to_dense()
     if weight.shape[0] < start + heads * dim or not weight.is_floating_point() or weight.dtype.itemsize < 2:
         # Quantised or packed weights: the content is not readable here, and a missed flag only costs quality.
         logger.warning("csa2: layer %d has packed QKV weights; its key bias cannot be examined", layer.layer_id)

@@ -7,6 +7,7 @@ import msgspec
 from csa2.formats import PLAIN
 from csa2.impl import resolve_impl
 from csa2.stats import CacheStats
+from sglang_csa2.packed_linear import copied_bytes
 from sglang_csa2.pool import store_of
 
 
@@ -37,5 +38,6 @@ def read_stats(scheduler: Any) -> CacheStats:
         prefix_hit_tokens_total=steward.prefix_hit_tokens_total,
         prompt_tokens_total=steward.prompt_tokens_total,
         identity_basis_layers=list(ladder.geometry.identity_layers),
+        weight_copy_bytes=copied_bytes(scheduler.tp_worker.model_runner.model),
         options={**options, "impl": implementation.name, "impl_detail": implementation.detail},
     )

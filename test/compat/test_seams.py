@@ -9,6 +9,7 @@ import pytest
 import sglang.srt.entrypoints.http_server
 import sglang.srt.managers.scheduler  # noqa: F401 - the hooks below live in these two
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod, UnquantizedLinearMethod
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.prefill_budget import PrefillBudget
@@ -20,6 +21,7 @@ from sglang_csa2.allocator import Csa2Allocator
 from sglang_csa2.attention import Csa2AttentionBackend
 from sglang_csa2.budget import ByteBudget
 from sglang_csa2.cpu_platform import Csa2CpuPlatform
+from sglang_csa2.packed_linear import PackedHeadMethod, PackedLinearMethod
 from sglang_csa2.pool import Csa2KVPool
 from sglang_csa2.radix import Csa2RadixCache
 
@@ -72,6 +74,24 @@ PARAMETERS = {
     "allocator": {"utils.get_num_new_pages": ("seq_lens", "page_size", "prefix_lens", "decode")},
     "radix": {"mem_cache.registry.create_unified_radix_cache": ("ctx", "cache_class")},
     "control": {"managers.io_struct.hook_custom_types": ()},
+    "cpu_ops": {
+        "sglang.kernels.fused_op.BaseFusedOp.register_oot_forward": ("op_cls", "fn", "platform_key"),
+        "layers.layernorm.RMSNorm.forward_native": ("self", "x", "residual", "post_residual_addition"),
+        "layers.activation.SiluAndMul.forward_native": ("self", "x"),
+        "layers.rotary_embedding.base.RotaryEmbedding.forward_native": (
+            "self",
+            "positions",
+            "query",
+            "key",
+            "offsets",
+            "fused_set_kv_buffer_arg",
+        ),
+    },
+    "packed_linear": {
+        "layers.logits_processor.should_apply_lm_head_quant_method": ("lm_head", "quant_method"),
+        "model_loader.loader.DefaultModelLoader.postprocess_weights": ("model", "target_device"),
+        "model_loader.loader.DefaultModelLoader.restore_weights_before_loading": ("model", "target_device"),
+    },
     "http": {
         "entrypoints.http_server.get_global_state": (),
         "utils.json_response.orjson_response": ("content", "status_code"),
@@ -154,6 +174,20 @@ ATTRIBUTES = {
             "high_freq_factor", "low_freq_factor", "orig_max_position", "scaling_factor",
         ),
     },
+    "cpu_ops": {
+        "layers.layernorm.RMSNorm": (
+            "cast_x_before_out_mul", "fp32_residual", "hidden_size", "override_orig_dtype", "variance_epsilon",
+            "variance_size_override", "weight",
+        ),
+        "layers.rotary_embedding.base.RotaryEmbedding": ("cos_sin_cache", "head_size", "is_neox_style"),
+        "platforms.interface.SRTPlatform": ("device_type", "get_dispatch_key_name", "is_out_of_tree"),
+    },
+    "packed_linear": {
+        "layers.linear.LinearBase": ("quant_method",),
+        "layers.logits_processor.LogitsProcessor": ("rl_on_policy_target", "use_fp32_lm_head", "use_fp32_lm_head_output"),
+        "layers.vocab_parallel_embedding.VocabParallelEmbedding": ("quant_method",),
+        "model_executor.model_runner_components.weight_exporter.WeightExporter": ("_weight_export_unsupported_reason",),
+    },
     "decode_log": {
         "managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter": (
             "current_scheduler_metrics_enabled", "decode_log_interval", "forward_ct_decode", "is_stats_logging_rank",
@@ -189,7 +223,15 @@ SUBCLASSES = {
     Csa2CpuPlatform: (
         SRTPlatform,
         ("get_default_attention_backend", "get_device", "get_dispatch_key_name", "get_torch_profiler_activity",
-         "get_torch_profiler_activity_str"),
+         "get_torch_profiler_activity_str", "post_load_model"),
+    ),
+    PackedLinearMethod: (
+        UnquantizedLinearMethod,
+        ("apply", "apply_into", "process_weights_after_loading", "restore_weights_before_loading"),
+    ),
+    PackedHeadMethod: (
+        UnquantizedEmbeddingMethod,
+        ("apply", "embedding", "process_weights_after_loading", "restore_weights_before_loading"),
     ),
 }  # fmt: skip
 
@@ -197,7 +239,11 @@ OVERRIDES = [(ours, base, name) for ours, (base, names) in SUBCLASSES.items() fo
 
 
 def rows(table):
-    return [(user, SRT + path, names) for user, paths in table.items() for path, names in paths.items()]
+    return [
+        (user, path if path.startswith("sglang.") else SRT + path, names)
+        for user, paths in table.items()
+        for path, names in paths.items()
+    ]
 
 
 def label(value: object) -> str:

@@ -33,6 +33,7 @@ STATS = CacheStats(
     prefix_hit_tokens_total=128,
     prompt_tokens_total=4096,
     identity_basis_layers=[0, 7],
+    weight_copy_bytes=0,
     options={"ratio": "1", "arena_size": None, "hot_tokens": 128},
 )
 

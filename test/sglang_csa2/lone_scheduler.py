@@ -223,6 +223,7 @@ def _make_scheduler(model: str, options: dict[str, Any]) -> Any:
         skip_tokenizer_init=True,
         device="cpu",
         kv_compress="csa2",
+        csa2_pack_weights="none",  # the page check writes weights of its own
         mem_fraction_static=0.5,
         random_seed=1,
         log_level="warning",

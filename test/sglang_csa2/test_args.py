@@ -34,6 +34,7 @@ ALL_OPTIONS = {
     "csa2_calibration": "calibration",
     "csa2_rope": "separated",
     "csa2_impl": "reference",
+    "csa2_pack_weights": "layers",
 }
 ALL_FLAGS = [part for name, value in ALL_OPTIONS.items() for part in ("--" + name.replace("_", "-"), str(value))]
 CHANGED = CacheOptions(**{name.removeprefix("csa2_"): value for name, value in ALL_OPTIONS.items()})

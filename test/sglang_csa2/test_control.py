@@ -35,6 +35,7 @@ def make_stats(**changes: Any) -> CacheStats:
         "prefix_hit_tokens_total": 12,
         "prompt_tokens_total": 100,
         "identity_basis_layers": [],
+        "weight_copy_bytes": 0,
         "options": {"ratio": "1", "arena_size": None},
     }
     return CacheStats(**{**fields, **changes})

@@ -26,6 +26,7 @@ STATS = CacheStats(
     prefix_hit_tokens_total=12,
     prompt_tokens_total=100,
     identity_basis_layers=[],
+    weight_copy_bytes=0,
     options={},
 )
 

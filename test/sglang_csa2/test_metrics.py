@@ -32,6 +32,7 @@ def make_stats(**changes: Any) -> CacheStats:
         "prefix_hit_tokens_total": 0,
         "prompt_tokens_total": 0,
         "identity_basis_layers": [],
+        "weight_copy_bytes": 0,
         "options": {},
     }
     return CacheStats(**{**fields, **changes})
