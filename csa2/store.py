@@ -37,13 +37,18 @@ class PageStore:
         self.protected_pages = 1
         """Pages at the beginning of a sequence that are never merged."""
         self.clock = 0
+        self._open_pages: int | None = None
         names = ladder.names
         self.demotions_total = {f"{a}->{b}": 0 for i, a in enumerate(names) for b in names[i + 1 :]}
 
     @property
     def open_pages(self) -> int:
         """Mapped pages that are not fully written and so cannot be compressed."""
-        return int(((self.arena.formats[1:] == PLAIN) & (self.facts.written[1:] < self.page_size)).sum())
+        # Admission asks several times between two changes, and counting goes over the whole page table.
+        if self._open_pages is None:
+            is_open = (self.arena.formats[1:] == PLAIN) & (self.facts.written[1:] < self.page_size)
+            self._open_pages = int(is_open.sum())
+        return self._open_pages
 
     @property
     def guarded_pages(self) -> int:
@@ -69,6 +74,7 @@ class PageStore:
         Raises:
             ArenaFullError: no room; call `make_room` first.
         """
+        self._open_pages = None
         self.arena.allocate(pages, PLAIN)
         self.facts.forget(pages)
         self.facts.last_use[pages] = self.clock
@@ -76,11 +82,13 @@ class PageStore:
 
     def unmap_pages(self, pages: Tensor) -> None:
         """Give back mapped `pages`; their bytes are gone."""
+        self._open_pages = None
         self.arena.release(pages)
         self.facts.forget(pages)
 
     def clear(self) -> None:
         """Unmap every page."""
+        self._open_pages = None
         self.arena.clear()
         self.facts.forget(torch.arange(1, self.arena.formats.numel()))
         self.samples.clear()
@@ -95,6 +103,7 @@ class PageStore:
             IntegrityError: a slot lies in a page that is not mapped, or already compressed, or at a position that does not
                 follow from where its page begins.
         """
+        self._open_pages = None
         pages = slots // self.page_size
         if bool((self.arena.formats[pages] != PLAIN).any()):
             bad = pages[self.arena.formats[pages] != PLAIN][0]
@@ -183,6 +192,9 @@ class PageStore:
         coded = self.arena.formats > PLAIN
         if bool((self.facts.written[coded] != self.page_size).any()):
             raise IntegrityError("a compressed page is not full")
+        known, self._open_pages = self._open_pages, None
+        if known not in (None, self.open_pages):
+            raise IntegrityError(f"{self.open_pages} pages are open, {known} were counted")
         if bool((self.facts.written > self.page_size).any()):
             raise IntegrityError("a page has more writes than slots")
         if bool((self.facts.written[self.arena.formats == UNMAPPED] != 0).any()):

@@ -52,7 +52,7 @@ def rms_norm(
     """`RMSNorm.forward`; with a residual both are overwritten, as SGLang's CUDA operator does."""
     plain = (
         post_residual_addition is None
-        and not any(value is not None for value in (*rest, *more.values()))
+        and not ((rest or more) and any(value is not None for value in (*rest, *more.values())))
         and self.variance_size_override is None
         and self.override_orig_dtype is None
         and not (residual is not None and (self.fp32_residual or residual.dtype != x.dtype or not residual.is_contiguous()))
@@ -62,11 +62,14 @@ def rms_norm(
     )
     if not plain:
         return self.forward_native(x, residual, post_residual_addition, *rest, **more)
-    rows = x.view(-1, self.hidden_size)
     early = self.cast_x_before_out_mul
+    is_flat = x.dim() == 2  # a view costs as long as the norm of a token
+    rows = x if is_flat else x.view(-1, self.hidden_size)
     if residual is None:
-        return ops().rms_norm(rows, self.weight.data, self.variance_epsilon, round_before_weight=early).view(x.shape)
-    ops().add_rms_norm(rows, residual.view(rows.shape), self.weight.data, self.variance_epsilon, round_before_weight=early)
+        out = ops().rms_norm(rows, self.weight, self.variance_epsilon, round_before_weight=early)
+        return out if is_flat else out.view(x.shape)
+    sums = residual if residual.dim() == 2 else residual.view(rows.shape)
+    ops().add_rms_norm(rows, sums, self.weight, self.variance_epsilon, round_before_weight=early)
     return x, residual
 
 
@@ -75,6 +78,8 @@ def silu_and_mul(self: Any, x: Tensor) -> Tensor:
     if x.dtype not in DTYPES or not x.is_contiguous():
         native: Tensor = self.forward_native(x)
         return native
+    if x.dim() == 2:
+        return ops().silu_and_mul(x)
     out = ops().silu_and_mul(x.view(-1, x.shape[-1]))
     return out.view(*x.shape[:-1], out.shape[-1])
 

@@ -29,6 +29,10 @@ COLD_SCAN_INTERVAL = 64
 """Forward passes between two looks for cold pages."""
 
 
+LATE_STEPS = 4
+"""Decode steps for which a page that left a window is looked at; more than one, for steps seen late."""
+
+
 @dataclass(frozen=True)
 class LeavingPages:
     """Pages that are behind a window after a batch."""
@@ -37,6 +41,10 @@ class LeavingPages:
     """(n,) int64 pages behind the hot window."""
     warm_window: Tensor
     """(m,) int64 pages behind the warm window too."""
+
+
+_NONE = torch.empty(0, dtype=torch.int64)
+NO_PAGES = LeavingPages(_NONE, _NONE)
 
 
 class CacheSteward:
@@ -88,19 +96,26 @@ class CacheSteward:
         tree.
         """
         held = [req for req in batch.reqs if req.kv is not None and req.kv.req_pool_idx is not None]
+        is_decode = batch.forward_mode.is_decode()
+        if is_decode and not any(self._page_leaves(req.kv.kv_committed_len) for req in held):
+            return NO_PAGES
         rows = torch.tensor([req.kv.req_pool_idx for req in held], dtype=torch.int64)
         lengths = torch.tensor([req.kv.kv_committed_len for req in held], dtype=torch.int64)
-        is_decode = batch.forward_mode.is_decode()
         return LeavingPages(
             self._pages_behind(rows, lengths - self.options.hot_tokens, is_decode),
             self._pages_behind(rows, lengths - self.options.warm_tokens, is_decode),
         )
 
+    def _page_leaves(self, length: int) -> bool:
+        """Whether a page of a request of `length` tokens left a window in one of its last decode steps."""
+        windows = (self.options.hot_tokens, self.options.warm_tokens)
+        return any((length - window) % self.store.page_size < LATE_STEPS for window in windows)
+
     def _pages_behind(self, rows: Tensor, lengths: Tensor, is_decode: bool) -> Tensor:
         """Whole pages below `lengths` (B,) tokens of the requests in `rows` (B,) of the request table."""
         limit = torch.div(lengths, self.store.page_size, rounding_mode="floor").clamp_(min=0)
         deepest = int(limit.max()) if limit.numel() else 0
-        # In decode one page can have left the window since the last step; two columns cover a step seen late.
+        # In decode one page can have left the window since `LATE_STEPS` before; two columns cover a step seen late.
         columns = limit[:, None] - 1 - torch.arange(min(deepest, 2) if is_decode else deepest)[None, :]
         owner, column = torch.nonzero(columns >= 0, as_tuple=True)
         slots = self.req_to_token[rows[owner], columns[owner, column] * self.store.page_size]
