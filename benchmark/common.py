@@ -50,8 +50,9 @@ class Server:
             try:
                 if requests.get(f"{self.url}/model_info", timeout=5).ok:
                     return
-            except requests.ConnectionError:
-                time.sleep(0.5)
+            except requests.RequestException:
+                pass  # not listening yet, or too busy to answer in time
+            time.sleep(0.5)
         raise RuntimeError(f"{self.name} did not start: {self.log}\n" + self.log.read_text(errors="replace")[-2000:])
 
     def post(self, route: str, **body: Any) -> Any:

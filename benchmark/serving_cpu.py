@@ -28,6 +28,8 @@ from transformers import AutoConfig
 
 STOCK, OURS = "sglang torch_native", "csa2"
 BF16_BYTES = 2
+WARM_TOKENS = 192
+"""Of a first request that is not measured: products and kernels are prepared in it."""
 SPARE_TOKENS = 64
 """Tokens that streams generate while others start."""
 WATCHDOG_S = 7200
@@ -84,13 +86,14 @@ def measure_context(options: argparse.Namespace, turns: Turns, texts: list[list[
     names = list(turns.up)
     for name in names:
         with turns.of(name) as server:
+            server.generate(texts[0][:WARM_TOKENS], 4)
             server.post("/flush_cache")
     hit, *streamed = texts
     for turn in range(options.rounds):
         for name in order(names, turn):
             with turns.of(name) as server:
-                # A token in front makes a prompt of the same length that shares nothing with the cached one.
-                timed(samples, server, "prefill", [hit[turn + 1], *hit[1:]] if turn else hit, cached=0)
+                # Another first token makes a prompt of the same length that shares nothing with those in the cache.
+                timed(samples, server, "prefill", [hit[0] + turn, *hit[1:]], cached=0)
     for turn in range(options.rounds):
         for name in order(names, turn):
             with turns.of(name) as server:
@@ -100,7 +103,7 @@ def measure_context(options: argparse.Namespace, turns: Turns, texts: list[list[
 
 
 def measure_decode(options: argparse.Namespace, turns: Turns, texts: list[list[int]], samples: Samples) -> None:
-    """Largest batch first; then streams hang up until the next one is left."""
+    """Largest batch first; then streams are stopped until the next one is left."""
     names = list(turns.up)
     streams: dict[str, list[Stream]] = {}
     for name in names:
@@ -128,7 +131,7 @@ def measure_decode(options: argparse.Namespace, turns: Turns, texts: list[list[i
 def decode_window(server: Server, running: list[Stream], steps: int, samples: Samples) -> None:
     """Wall and CPU time of `steps` steps of all streams together."""
     last = running[-1]
-    last.wait_for(last.tokens + 2)  # one step was under way when the server was frozen, one saw who had left
+    last.wait_for(last.tokens + 2)  # one step was under way when the server was frozen
     before, start, first = cpu_s(server), time.perf_counter(), last.tokens
     last.wait_for(first + steps)
     seconds, tokens = time.perf_counter() - start, (last.tokens - first) * len(running)

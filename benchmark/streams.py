@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -45,7 +46,8 @@ class Stream:
 
     def __init__(self, server: Server, input_ids: list[int], max_new_tokens: int) -> None:
         sampling = {"max_new_tokens": max_new_tokens, "temperature": 0, "ignore_eos": True}
-        body = {"input_ids": input_ids, "sampling_params": sampling, "stream": True}
+        self._server, self._rid = server, uuid.uuid4().hex
+        body = {"input_ids": input_ids, "sampling_params": sampling, "stream": True, "rid": self._rid}
         self.tokens = 0
         self._failure: Exception | None = None
         self._ended = False
@@ -63,7 +65,12 @@ class Stream:
             time.sleep(POLL_S)
 
     def stop(self) -> None:
-        """Hang up, on which the server ends the request."""
+        """Return when the server has ended the request, so that no later step computes it."""
+        # Hanging up would not do: SGLang waits two seconds before it believes that.
+        self._server.post("/abort_request", rid=self._rid)
+        self._thread.join(TOKEN_TIMEOUT_S)
+        if not self._ended:
+            raise RuntimeError(f"{self._server.name} did not end a request that was aborted")
         self._answer.close()
 
     def _read(self) -> None:

@@ -36,9 +36,11 @@ class Csa2CpuPlatform(CpuDeviceMixin, SRTPlatform):
         from sglang_csa2.args import enabled_here, options_here
 
         if enabled_here():
+            from sglang.srt.runtime_context import get_lora
+
             from sglang_csa2.packed_linear import pack_model
 
-            pack_model(model, options_here().pack_weights)
+            pack_model(model, options_here().pack_weights, has_adapters=bool(get_lora().enable_lora))
 
     def get_torch_profiler_activity_str(self) -> str:
         """The profiler records CPU time; SGLang asks every out-of-tree platform."""

@@ -5,7 +5,8 @@ takes as long as the product. Here it is reordered once and replaces the weight,
 is an output head that shares its weight with the embedding, which needs the rows: it gets a second copy.
 
 A packed weight is opaque: reading it as rows or writing into it raises. Before SGLang loads new weights it asks for the old
-form back, and afterwards packs again.
+form back, and afterwards packs again. Layers that serve adapters (LoRA) are wrapped by SGLang after this, wrappers keep a
+reference to the plain weight, and so nothing is packed for a server with adapters.
 
 UPSTREAM(sglang 0.5.23): `SRTPlatform.post_load_model`; subclasses of `UnquantizedLinearMethod` and
 `UnquantizedEmbeddingMethod` with `process_weights_after_loading` and `restore_weights_before_loading`;
@@ -76,10 +77,13 @@ class PackedHeadMethod(UnquantizedEmbeddingMethod):
         return _product(layer, x, bias)
 
 
-def pack_model(model: nn.Module, which: PackWeights) -> None:
-    """Pack what `which` names of a model whose weights are loaded."""
-    # UPSTREAM(torch 2.14: where it says no, the product is computed by other code, which takes no packed weight.)
-    if which == "none" or not torch.backends.mkldnn.enabled or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+def pack_model(model: nn.Module, which: PackWeights, *, has_adapters: bool) -> None:
+    """Pack what `which` names of a model whose weights are loaded, unless it serves adapters or the CPU cannot."""
+    if which == "none":
+        return
+    obstacle = _obstacle(has_adapters=has_adapters)
+    if obstacle:
+        logger.info("csa2: weights stay as they are (--csa2-pack-weights %s): %s", which, obstacle)
         return
     uses = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
     replaced = 0
@@ -116,6 +120,16 @@ def copied_bytes(model: nn.Module) -> int:
     )
 
 
+def _obstacle(*, has_adapters: bool) -> str | None:
+    """Why no weight can be packed."""
+    if has_adapters:
+        return "layers that serve LoRA adapters keep plain ones"
+    # UPSTREAM(torch 2.14: where it says no, the product is computed by other code, which takes no packed weight.)
+    if not torch.backends.mkldnn.enabled or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return "oneDNN has no bf16 products on this CPU"
+    return None
+
+
 def _takes_packed_weight(layer: nn.Module) -> bool:
     # Replicated layers are left out: they are small, and models read the weights of routers themselves.
     return (
@@ -127,12 +141,18 @@ def _owns_weight(layer: nn.Module, uses: Counter[int]) -> bool:
     """Whether nobody else reads the memory of a bf16 weight, as far as modules and storages tell."""
     weight: Any = layer.weight
     return (
+        _is_packable(layer) and uses[id(weight)] == 1 and weight.untyped_storage().nbytes() == weight.nbytes  # not a view
+    )
+
+
+def _is_packable(layer: Any) -> bool:
+    weight = layer.weight
+    return (
         weight.dtype is torch.bfloat16
         and weight.device.type == "cpu"
         and weight.dim() == 2
         and weight.is_contiguous()
-        and uses[id(weight)] == 1
-        and weight.untyped_storage().nbytes() == weight.nbytes
+        and not getattr(layer, "use_intel_amx_backend", False)  # SGLang's own packing, whose shape does not show it
     )
 
 
@@ -150,7 +170,7 @@ def _heads(model: nn.Module) -> Iterator[Any]:
             and isinstance(module, VocabParallelEmbedding)
             and type(module.quant_method) is UnquantizedEmbeddingMethod
             and getattr(module, "bias", None) is None
-            and module.weight.dtype is torch.bfloat16
+            and _is_packable(module)
         ):
             yield module
 

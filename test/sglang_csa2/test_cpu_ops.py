@@ -40,13 +40,14 @@ def test_nothing_is_registered_without_being_asked():
 
 
 @needs_platform
-def test_rms_norm(installed):
+@pytest.mark.parametrize("shape", [(5, 96), (2, 3, 96)])
+def test_rms_norm(installed, shape):
     norm = RMSNorm(96, eps=1e-5)
     norm.weight.data = random(96, seed=1)
-    x = random(5, 96)
+    x = random(*shape)
     assert norm._resolve_forward_method().__func__ is cpu_ops.rms_norm
     assert_near(norm(x), norm.forward_native(x), 1)
-    residual = random(5, 96, seed=2)
+    residual = random(*shape, seed=2)
     want, want_residual = norm.forward_native(x.clone(), residual.clone())
     out, total = norm(x, residual)
     assert_near(out, want, 1)
@@ -67,9 +68,10 @@ def test_variants_of_rms_norm_stay_native(installed):
 
 
 @needs_platform
-def test_silu_and_mul(installed):
+@pytest.mark.parametrize("shape", [(5, 64), (4, 3, 64)])
+def test_silu_and_mul(installed, shape):
     op = SiluAndMul()
-    x = random(4, 3, 64)
+    x = random(*shape)
     assert op._resolve_forward_method().__func__ is cpu_ops.silu_and_mul
     assert_near(op(x), op.forward_native(x), 2)
 

@@ -17,6 +17,7 @@ from sglang.srt.model_loader.loader import DefaultModelLoader  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
+from sglang_csa2 import packed_linear  # noqa: E402
 from sglang_csa2.packed_linear import EXPORT_ERROR, PackedHeadMethod, PackedLinearMethod, copied_bytes, pack_model  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
@@ -59,6 +60,10 @@ def table(kind: type = VocabParallelEmbedding) -> nn.Module:
     return made
 
 
+class OtherMethod(UnquantizedLinearMethod):
+    """Stands for a quantised layer: a method that is not the plain one."""
+
+
 class Model(nn.Module):
     """What the packing looks at in a model."""
 
@@ -82,7 +87,7 @@ def test_products_are_those_of_the_plain_weight(tokens, bias):
     model = Model()
     x, b = random(tokens, HIDDEN, seed=4), random(INNER, seed=5) if bias else None
     plain = functional.linear(x, model.up.weight, b)
-    pack_model(model, "all")
+    pack_model(model, "all", has_adapters=False)
     out = apply(model.up, x, b)
     assert out.dtype == plain.dtype
     assert out.shape == plain.shape
@@ -98,7 +103,7 @@ def test_inputs_of_any_shape_and_stride():
     model = Model()
     x = random(2, 5, 2 * HIDDEN, seed=4)[..., ::2]
     plain = functional.linear(x, model.up.weight)
-    pack_model(model, "layers")
+    pack_model(model, "layers", has_adapters=False)
     out = apply(model.up, x)
     assert out.shape == plain.shape
     assert bool(((out.float() - plain.float()).abs() <= 2 * STEP_BF16 * (plain.float().abs() + 1)).all())
@@ -107,7 +112,7 @@ def test_inputs_of_any_shape_and_stride():
 def test_weights_are_replaced():
     model = Model()
     plain = model.up.weight
-    pack_model(model, "all")
+    pack_model(model, "all", has_adapters=False)
     for module in (model.up, model.down, model.lm_head):
         assert module.weight.is_mkldnn
     assert isinstance(model.up.quant_method, PackedLinearMethod)
@@ -118,19 +123,82 @@ def test_weights_are_replaced():
 
 
 def test_what_is_not_packed():
-    """Routers, whose weights models read themselves; other dtypes; weights that others read too."""
+    """Routers, whose weights models read themselves; other dtypes, devices, strides and methods; what others read too."""
     model = Model()
     model.wide = layer(ColumnParallelLinear, INNER, HIDDEN, dtype=torch.float32)
+    model.fp16 = layer(RowParallelLinear, INNER, HIDDEN, dtype=torch.float16)
+    model.experts = layer(ColumnParallelLinear, INNER, HIDDEN)
+    model.experts.weight.data = random(4, INNER, HIDDEN)
+    model.strided = layer(ColumnParallelLinear, INNER, HIDDEN)
+    model.strided.weight.data = random(HIDDEN, INNER).T
+    model.elsewhere = layer(ColumnParallelLinear, INNER, HIDDEN)
+    model.elsewhere.weight = nn.Parameter(model.elsewhere.weight.to("meta"), requires_grad=False)
+    model.amx = layer(ColumnParallelLinear, INNER, HIDDEN)
+    model.amx.use_intel_amx_backend = True
+    model.quantised = layer(ColumnParallelLinear, INNER, HIDDEN)
+    model.quantised.quant_method = OtherMethod()
     model.view = layer(ColumnParallelLinear, INNER, HIDDEN)
     whole = random(2 * INNER, HIDDEN)
     model.view.weight.data = whole[:INNER]
     model.twin = layer(ColumnParallelLinear, INNER, HIDDEN)
     model.other_twin = layer(ColumnParallelLinear, INNER, HIDDEN)
     model.other_twin.weight = model.twin.weight
-    pack_model(model, "all")
-    for module in (model.router, model.wide, model.view, model.twin, model.other_twin, model.embed_tokens):
-        assert not module.weight.is_mkldnn
+    pack_model(model, "all", has_adapters=False)
+    assert {name for name, weight in model.named_parameters() if weight.is_mkldnn} == {
+        "up.weight", "down.weight", "lm_head.weight",
+    }  # fmt: skip
+    assert type(model.quantised.quant_method) is OtherMethod
+    for module in (model.router, model.wide, model.view, model.twin, model.amx, model.embed_tokens):
         assert type(module.quant_method) in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+
+
+@pytest.mark.parametrize("change", ["meta", "float32", "amx", "quantised"])
+def test_heads_that_are_not_packed(change):
+    """Not even as a copy."""
+    model = Model()
+    if change == "amx":
+        model.lm_head.use_intel_amx_backend = True
+    elif change == "quantised":
+        model.lm_head.quant_method = OtherMethod()
+    else:
+        to = {"meta": {"device": "meta"}, "float32": {"dtype": torch.float32}}[change]
+        model.lm_head.weight = nn.Parameter(model.lm_head.weight.to(**to), requires_grad=False)
+    method = model.lm_head.quant_method
+    pack_model(model, "all", has_adapters=False)
+    assert model.lm_head.quant_method is method
+    assert not model.lm_head.weight.is_mkldnn
+    assert copied_bytes(model) == 0
+
+
+def test_a_server_with_adapters_keeps_plain_weights(caplog):
+    """A wrapper of SGLang holds the parameter of the layer it wraps, and new weights are loaded through it."""
+    model = Model(tied=True)
+    with caplog.at_level("INFO"):
+        pack_model(model, "all", has_adapters=True)
+    assert "LoRA" in caplog.text
+    assert not model.up.weight.is_mkldnn
+    assert copied_bytes(model) == 0
+    assert not hasattr(model, "_weight_export_error")
+
+
+def test_a_cpu_without_the_products_keeps_plain_weights(caplog, monkeypatch):
+    monkeypatch.setattr(packed_linear, "_obstacle", lambda *, has_adapters: "oneDNN has no bf16 products on this CPU")
+    model = Model()
+    with caplog.at_level("INFO"):
+        pack_model(model, "all", has_adapters=False)
+    assert "oneDNN" in caplog.text
+    assert not model.up.weight.is_mkldnn
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_inputs_of_another_dtype_are_an_error_as_they_are_for_plain_weights(dtype):
+    model = Model()
+    x = random(2, HIDDEN, dtype=dtype)
+    with pytest.raises(RuntimeError):
+        apply(model.up, x)
+    pack_model(model, "all", has_adapters=False)
+    with pytest.raises(RuntimeError):
+        apply(model.up, x)
 
 
 @pytest.mark.parametrize("tie", ["same module", "same weight"])
@@ -138,7 +206,7 @@ def test_shared_head_gets_a_copy(tie):
     model = Model(tied=tie == "same module")
     if tie == "same weight":
         model.lm_head.weight = model.embed_tokens.weight
-    pack_model(model, "all")
+    pack_model(model, "all", has_adapters=False)
     assert copied_bytes(model) == VOCABULARY * HIDDEN * 2
     ids = torch.tensor([3, 1])
     rows = random(VOCABULARY, HIDDEN, seed=3)
@@ -152,7 +220,7 @@ def test_shared_head_gets_a_copy(tie):
 
 def test_layers_leaves_a_shared_head_alone():
     model = Model(tied=True)
-    pack_model(model, "layers")
+    pack_model(model, "layers", has_adapters=False)
     assert type(model.lm_head.quant_method) is UnquantizedEmbeddingMethod
     assert model.up.weight.is_mkldnn
     assert copied_bytes(model) == 0
@@ -163,14 +231,14 @@ def test_layers_leaves_a_shared_head_alone():
 )
 def test_heads_with_logits_in_another_precision_are_left_alone(change):
     model = Model(**change)
-    pack_model(model, "all")
+    pack_model(model, "all", has_adapters=False)
     assert type(model.lm_head.quant_method) is UnquantizedEmbeddingMethod
     assert model.up.weight.is_mkldnn
 
 
 def test_none_changes_nothing():
     model = Model()
-    pack_model(model, "none")
+    pack_model(model, "none", has_adapters=False)
     assert type(model.up.quant_method) is UnquantizedLinearMethod
     assert not hasattr(model, "_weight_export_error")
 
@@ -180,7 +248,7 @@ def test_new_weights(tied):
     """As SGLang loads them: restore, write into the parameter that knows its loader, process."""
     model = Model(tied=tied)
     loaded = model.up.weight
-    pack_model(model, "all")
+    pack_model(model, "all", has_adapters=False)
     DefaultModelLoader.restore_weights_before_loading(model, CPU)
     assert model.up.weight is loaded
     assert model.up.weight.weight_loader == "its own"
@@ -201,7 +269,7 @@ def test_new_weights(tied):
 
 def test_writing_past_the_restore_is_an_error():
     model = Model()
-    pack_model(model, "all")
+    pack_model(model, "all", has_adapters=False)
     with pytest.raises(RuntimeError):
         model.up.weight.data.copy_(random(INNER, HIDDEN))
     with pytest.raises(NotImplementedError):
@@ -210,7 +278,7 @@ def test_writing_past_the_restore_is_an_error():
 
 def test_a_copy_that_was_not_restored_follows_its_weight():
     model = Model(tied=True)
-    pack_model(model, "all")
+    pack_model(model, "all", has_adapters=False)
     new = random(VOCABULARY, HIDDEN, seed=9)
     model.embed_tokens.weight.data.copy_(new)
     DefaultModelLoader.postprocess_weights(model, CPU)
@@ -220,7 +288,7 @@ def test_a_copy_that_was_not_restored_follows_its_weight():
 def test_reading_weights_out_is_refused_with_the_way_on(caplog):
     model = Model()
     model.get_weights_by_name = lambda *args, **kwargs: pytest.fail("was asked")
-    pack_model(model, "all")
+    pack_model(model, "all", has_adapters=False)
     runner = SimpleNamespace(tp_rank=0, tp_size=1, gpu_id=0, get_model_path=lambda: "", get_model=lambda: model)
     assert WeightExporter(**vars(runner)).get_weights_by_name("up.weight") is None
     assert EXPORT_ERROR in caplog.text
