@@ -150,8 +150,8 @@ class Csa2ServerArgs(ServerArgs, kw_only=True, dict=True):  # type: ignore[call-
         Arg(
             help="On a CPU, keep bf16 weights in the order in which matrix products read them. layers: in place, at no cost "
             "in memory. all: also an output head that shares its weights with the embedding, as a second copy of them. "
-            "none: not at all; only then can weights be read out of the server. Quantised layers, experts, dtypes other than "
-            "bf16 and servers with LoRA adapters keep plain weights.",
+            "none: not at all; only then can weights be read out of the server. Layers that are quantised or not bf16, "
+            "experts, and servers with LoRA adapters keep plain weights.",
             choices=list(PACK_WEIGHTS),
         ),
     ] = _DEFAULTS.pack_weights

@@ -99,19 +99,19 @@ class Csa2AttentionBackend(AttentionBackend):
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save: bool, extra: dict[str, Any]
     ) -> Tensor:
-        unknown = sorted(name for name, value in extra.items() if value is not None)
-        if unknown:
+        if extra and (unknown := sorted(name for name, value in extra.items() if value is not None)):
             raise UnsupportedModelError(f"--kv-compress csa2: attention called with {unknown}, which it cannot honour")
         step = self._step
         if k is None or v is None:
             raise UnsupportedModelError("--kv-compress csa2: an attention layer reads the keys of another one")
         if step is None:
             raise IntegrityError("csa2: attention runs before its forward pass was planned")
-        if save:
-            self.pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
         query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        keys = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
-        values = v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
+        # SGLang has split them into heads already; a view costs a fair part of a layer's attention over short texts.
+        keys = k if k.dim() == 3 else k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
+        values = v if v.dim() == 3 else v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
+        if save:
+            self.pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), keys, values)
         index = layer.layer_id - self.pool.start_layer
         for token, reader, length in step.single:
             self.store.samples.record_decode(reader, index, query[token], layer.scaling, length)

@@ -99,7 +99,11 @@ def rotate(
         and fused_set_kv_buffer_arg is None
         and positions.dtype == torch.int64
         and positions.dim() == 1
-        and all(x.dim() == 2 and x.stride(1) == 1 and x.dtype in DTYPES for x in (query, key))
+        and query.dim() == 2
+        and key.dim() == 2
+        and query.stride(1) == 1
+        and key.stride(1) == 1
+        and query.dtype in DTYPES
         and query.dtype == key.dtype
         and self.cos_sin_cache.dtype in DTYPES
         and not hasattr(self, "sin_cos_cache")

@@ -93,14 +93,20 @@ def pack_model(model: nn.Module, which: PackWeights, *, has_adapters: bool) -> N
             replaced += layer.weight.nbytes
             layer.quant_method = PackedLinearMethod()
             layer.quant_method.process_weights_after_loading(layer)
+    shared_heads = []
     for head in _heads(model):
         shared = not _owns_weight(head, uses) or type(head) is VocabParallelEmbedding
         if shared and which != "all":
             continue
-        replaced += 0 if shared else head.weight.nbytes
+        if shared:
+            shared_heads.append(head)
+        else:
+            replaced += head.weight.nbytes
         head.quant_method = PackedHeadMethod(shared=shared)
         head.quant_method.process_weights_after_loading(head)
-    if replaced or copied_bytes(model):
+    # Kept because statistics are read often, and finding them again is a walk over all modules.
+    model.csa2_shared_heads = shared_heads  # type: ignore[assignment]  # nn.Module knows no lists
+    if replaced or shared_heads:
         model._weight_export_error = EXPORT_ERROR  # type: ignore[assignment]  # nn.Module knows no strings
         logger.info(
             "csa2: packed %s of weights in place and %s as a second copy (--csa2-pack-weights %s)",
@@ -112,12 +118,8 @@ def pack_model(model: nn.Module, which: PackWeights, *, has_adapters: bool) -> N
 
 def copied_bytes(model: nn.Module) -> int:
     """Bytes of packed weights that lie beside their plain form."""
-    # One module may hang in the tree twice, as head and as embedding; `modules` names it once.
-    return sum(
-        torch.ops.mkldnn._nbytes(module.csa2_packed)
-        for module in model.modules()
-        if getattr(module, "csa2_packed", None) is not None and not module.weight.is_mkldnn
-    )
+    heads: list[Any] = getattr(model, "csa2_shared_heads", [])
+    return sum(torch.ops.mkldnn._nbytes(head.csa2_packed) for head in heads if head.csa2_packed is not None)
 
 
 def _obstacle(*, has_adapters: bool) -> str | None:

@@ -77,8 +77,10 @@ class Csa2KVPool(MHATokenToKVPool):
         layer_id = layer.layer_id if layer_id_override is None else layer_id_override
         arena = self.store.arena.buffer
         layout = self.store.ladder.layouts[PLAIN]
-        shape = (-1, self.head_num, self.head_dim)
-        self._write(arena, self._rows, layout, layer_id - self.start_layer, cache_k.view(shape), cache_v.view(shape))
+        if cache_k.dim() != 3:
+            shape = (-1, self.head_num, self.head_dim)
+            cache_k, cache_v = cache_k.view(shape), cache_v.view(shape)
+        self._write(arena, self._rows, layout, layer_id - self.start_layer, cache_k, cache_v)
 
     def write_with(self, write: Callable[[Tensor, Tensor, PageLayout, int, Tensor, Tensor], None]) -> None:
         """Let `write`, which does the same as `reference.write_plain`, store new tokens from now on."""
