@@ -1,7 +1,8 @@
 """How fast is the whole server? Compressed pages against SGLang's own CPU backend, in alternation.
 
-    OMP_NUM_THREADS=1 python benchmark/serving_cpu.py --context 1024 4096 --batch 1 4 8 --rounds 3 --json rows.json
-    OMP_NUM_THREADS=1 python benchmark/serving_cpu.py --context 1024 --batch 1 4 --rounds 2         # less than five minutes
+    OMP_NUM_THREADS=1 python benchmark/serving_cpu.py --json rows.json                    # half an hour on two free cores
+    OMP_NUM_THREADS=1 python benchmark/serving_cpu.py --context 4096 --batch 1 8          # a quarter of that
+    OMP_NUM_THREADS=1 python benchmark/serving_cpu.py --context 1024 --batch 1 4 --rounds 2
 
 Both servers are up from start to end and have the same bytes for their caches; one is frozen while the other is measured.
 For every context:
@@ -180,7 +181,7 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = arguments(__doc__)
-    parser.add_argument("--context", nargs="+", type=int, default=[1024, 4096], help="tokens, whole pages of 64")
+    parser.add_argument("--context", nargs="+", type=int, default=[1024, 4096, 8192], help="tokens, whole pages of 64")
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 4, 8])
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each kind")
     parser.add_argument("--steps", type=int, default=8, help="decode steps in a measurement")
