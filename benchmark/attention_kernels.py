@@ -3,8 +3,9 @@
     OMP_NUM_THREADS=1 python benchmark/attention_kernels.py --context 4096 16384 --batch 1 8 --json rows.json
 
 Pages lie in random order in an arena larger than the last-level cache, and each call reads other pages. `ratio_vs_sdpa` is
-against what SGLang's torch_native backend does (gather, then scaled_dot_product_attention), `ratio_vs_bf16` against our own
-kernel on bf16 pages, `bandwidth_fraction` is bytes of the pages read per second over the read bandwidth of this core.
+against what SGLang's torch_native backend does (gather, then scaled_dot_product_attention), of which `sdpa-grouped` is the
+better use, `ratio_vs_bf16` against our own kernel on bf16 pages, `bandwidth_fraction` is bytes of the pages read per second
+over the read bandwidth of this core.
 """
 
 import argparse
@@ -74,8 +75,12 @@ def ours(layout: PageLayout, kernels: CpuAttention, bases: CodecBases, options: 
     used = batch * pages * layout.page_bytes
     sets = max(2, -(-options.cold // used))
     count = sets * batch * pages
-    arena = sealed(layout, bases).repeat(-(-count // DIFFERENT_PAGES), 1)[:count].reshape(-1)
-    kernels.advise(arena)
+    arena = torch.empty(count, layout.page_bytes, dtype=torch.uint8)
+    kernels.advise(arena)  # before it is written, as a server does
+    different = sealed(layout, bases)
+    for start in range(0, count, DIFFERENT_PAGES):
+        arena[start : start + DIFFERENT_PAGES] = different[: count - start]
+    arena = arena.view(-1)
     table = torch.randperm(count).view(sets, batch, pages)
     formats = torch.full((count,), options.index, dtype=torch.int8)
     offsets = torch.arange(count) * layout.page_bytes
@@ -87,8 +92,10 @@ def ours(layout: PageLayout, kernels: CpuAttention, bases: CodecBases, options: 
     return median_s(calls), used
 
 
-def upstream(shape: tuple[int, int, int], context: int, batch: int, cold: int) -> float:
-    """Seconds of SGLang's torch_native decode: gather each request's rows, then SDPA per query head."""
+def theirs(shape: tuple[int, int, int], context: int, batch: int, cold: int, grouped: bool) -> tuple[float, int]:
+    """Seconds of SGLang's torch_native decode, and bytes of the keys and values: gather each request's rows, then SDPA per
+    query head or, `grouped`, with the query heads of a KV head as rows of one query, for which keys and values are read once.
+    """
     heads, groups, dim = shape
     used = batch * context * groups * dim * 4
     sets = max(2, -(-cold // used))
@@ -101,9 +108,10 @@ def upstream(shape: tuple[int, int, int], context: int, batch: int, cold: int) -
     def call(rows: Tensor) -> None:
         for i in range(batch):
             k, v = (cache[rows[i]].movedim(0, 1)[None] for cache in (k_cache, v_cache))
-            torch.nn.functional.scaled_dot_product_attention(query[i : i + 1], k, v, enable_gqa=True, scale=dim**-0.5)
+            q = query[i].view(1, groups, -1, dim) if grouped else query[i : i + 1]
+            torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=not grouped, scale=dim**-0.5)
 
-    return median_s([lambda r=r: call(r) for r in table])
+    return median_s([lambda r=r: call(r) for r in table]), used
 
 
 def main() -> None:
@@ -130,17 +138,20 @@ def main() -> None:
         kernels = CpuAttention(layouts, bases, options.isa)
         for context in options.context:
             for batch in options.batch:
-                sdpa = upstream(shape, context, batch, options.cold)
-                plain = 0.0
+                measured = [
+                    (f"sdpa{'-grouped' * grouped}", layouts[0], *theirs(shape, context, batch, options.cold, grouped))
+                    for grouped in (False, True)
+                ]
                 for options.index, layout in enumerate(layouts):
-                    seconds, used = ours(layout, kernels, bases, options, shape, context, batch)
-                    plain = plain or seconds
+                    measured.append((impl, layout, *ours(layout, kernels, bases, options, shape, context, batch)))
+                sdpa, plain = measured[0][2], measured[2][2]
+                for by, layout, seconds, used in measured:
                     row = {
                         "shape": name,
                         "context": context,
                         "batch": batch,
                         "format": layout.name,
-                        "impl": impl,
+                        "impl": by,
                         "us_per_layer": round(seconds * 1e6, 1),
                         "ratio_vs_sdpa": round(sdpa / seconds, 2),
                         "ratio_vs_bf16": round(plain / seconds, 2),
