@@ -94,7 +94,7 @@ def ours(layout: PageLayout, kernels: CpuAttention, bases: CodecBases, options: 
 
 def theirs(shape: tuple[int, int, int], context: int, batch: int, cold: int, grouped: bool) -> tuple[float, int]:
     """Seconds of SGLang's torch_native decode, and bytes of the keys and values: gather each request's rows, then SDPA per
-    query head or, `grouped`, with the query heads of a KV head as rows of one query, for which keys and values are read once.
+    query head or, `grouped`, with the query heads of a KV head as rows of one query, which reads keys and values once.
     """
     heads, groups, dim = shape
     used = batch * context * groups * dim * 4
