@@ -1,8 +1,8 @@
 """Budgets of heads: how many bytes each KV head gets in a format, so that a page costs the same and loses least.
 
-Heads differ by orders of magnitude in what compressing them costs. In SmolLM2-135M five of 90 make three quarters to nine
-tenths of the loss, whatever the choice (the calibration that ships has the losses): heads that look up single tokens far
-back and copy what followed. Giving those most of the bytes, and the others very few, is worth more than any other step of
+Heads differ by orders of magnitude in what compressing them costs. In SmolLM2-135M ten of 90 make most
+of the loss, whatever the choice (the calibration that ships has the losses): heads that look up single tokens far back and
+copy what followed. Giving those most of the bytes, and the others very few, is worth more than any other step of
 the codec.
 
 What a head loses is measured by calibration for each choice of a menu (`csa2/calibrate/sensitivity.py`). Minimising the sum
