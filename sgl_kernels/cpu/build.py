@@ -137,7 +137,7 @@ def _sanitizer_flags() -> tuple[str, ...]:
     """For `make asan`: find reads and writes outside of buffers, and undefined behaviour."""
     if os.environ.get("CSA2_SANITIZE") != "1":
         return ()
-    return ("-fsanitize=address,undefined", "-fno-sanitize=alignment", "-fno-sanitize-recover=undefined", "-g")
+    return ("-fsanitize=address,undefined", "-fno-sanitize=alignment", "-fno-sanitize-recover=undefined", "-O1", "-g")
 
 
 def _digest(isa: isas.InstructionSet, extra_flags: tuple[str, ...]) -> str:
