@@ -28,6 +28,7 @@ def resolve_impl(impl: Impl, rope: RopeVariant = "rotated") -> Implementation:
 
     Raises:
         KernelBuildError: "cpu" was asked for and cannot be compiled.
+        InstructionSetError: the environment names an instruction set that this CPU lacks.
     """
     if impl == "reference":
         return Implementation("reference", "torch")

@@ -26,7 +26,7 @@ _FLAGS = ("-O3", "-fopenmp", "-fvisibility=hidden", "-fno-gnu-unique", "-fno-mat
 
 
 def load(isa: str | None = None, *, extra_flags: tuple[str, ...] = ()) -> Any:
-    """The module of kernels for instruction set `isa` (default: the best of this CPU), compiled when there is none yet.
+    """The module of kernels for instruction set `isa` (default: `best_isa`), compiled when there is none yet.
 
     Raises:
         InstructionSetError: an instruction set that does not exist, or that the CPU or its kernel lacks.
@@ -39,7 +39,14 @@ def load(isa: str | None = None, *, extra_flags: tuple[str, ...] = ()) -> Any:
 
 @functools.cache
 def best_isa() -> isas.InstructionSet:
-    """The best instruction set that CPU and operating system allow."""
+    """The best instruction set that CPU and operating system allow, or the one that $CSA2_ISA names.
+
+    Raises:
+        InstructionSetError: CSA2_ISA names one that does not exist, or that the CPU lacks.
+        KernelBuildError: no compiler, or it fails.
+    """
+    if named := os.environ.get("CSA2_ISA"):
+        return isas.select(named)
     best = isas.select()
     if best.name == "amx" and not _enabled(best):
         return isas.select("avx512")  # a kernel or a virtual machine that keeps the tiles to itself

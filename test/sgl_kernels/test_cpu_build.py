@@ -44,6 +44,14 @@ def test_an_instruction_set_that_the_cpu_lacks_is_refused_by_name(monkeypatch):
     assert isas.select().name == "avx2"
 
 
+def test_the_environment_can_name_the_instruction_set(monkeypatch):
+    monkeypatch.setenv("CSA2_ISA", "scalar")
+    assert build.best_isa.__wrapped__() == isas.select("scalar")
+    monkeypatch.setenv("CSA2_ISA", "mmx")
+    with pytest.raises(InstructionSetError, match="'mmx' does not exist"):
+        build.best_isa.__wrapped__()
+
+
 def test_a_library_is_built_once(tiny_sources):
     isa = isas.select("scalar")
     first = build.library_path(isa)
