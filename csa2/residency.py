@@ -1,4 +1,4 @@
-"""Which pages are compressed how far: roles of pages and the order in which pressure demotes them.
+"""Which pages are compressed how far: formats by role, and the order in which pressure demotes pages.
 
 Pure functions of flat arrays, identical on every rank: no wall clock, no data content, ties broken by page id.
 """
@@ -9,65 +9,32 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from csa2.facts import PageFacts, Usage
 from csa2.formats import FP8, PLAIN, FormatLadder
+from csa2.value import Turnover, step_costs, worth_in_use
 
 
 class DemotionRound(IntEnum):
-    """Rounds of demotion under pressure, first to last. Within a round the page used longest ago goes first."""
+    """Rounds of demotion under pressure, first to last. Within a round lower priorities go first, then lower prices.
 
-    COLD_PRIVATE = 0
-    """Pages outside every hot window that nobody shares: to 4 bits."""
-    PROTECTED = 1
-    """Plain pages that are shared or first in their sequence: to the shared format, or FP8."""
-    SHRINK = 2
-    """Private pages: to the smallest format."""
-    SQUEEZE = 3
-    """Protected pages: to 4 bits."""
-    SHRINK_PROTECTED = 4
-    """Protected pages: to the smallest format, those first in their sequence only as far as nothing is merged."""
-    HOT = 5
+    *Shared* pages are used by two requests or more, or pinned; *protected* ones are shared, or first in their sequence.
+    *Idle* pages are read by no running request. A first page is never demoted beyond the guard of the ladder.
+    """
+
+    PRIVATE = 0
+    """Idle private pages to the end of the ladder; those in use as far as their role: 4 bits, and beyond the warm window the
+    format of the tail. Protected pages to the shared format, or FP8."""
+    SHARED = 1
+    """Idle protected pages: to 4 bits."""
+    SHARED_END = 2
+    """Idle protected pages: to the end of the ladder."""
+    USED = 3
+    """Pages that a running request reads, outside every hot window: to the end of the ladder."""
+    HOT = 4
     """Full plain pages in the hot window of a running request: to FP8."""
-    LAST = 6
-    """Those too to the smallest format. After this round only open pages are plain."""
-
-
-@dataclass(frozen=True)
-class PageFacts:
-    """What is known of each virtual page, as flat arrays over virtual pages."""
-
-    last_use: Tensor
-    """int64 logical clock (forward passes) of the last read or write."""
-    hits: Tensor
-    """int32 requests that found the page in the radix tree."""
-    first: Tensor
-    """bool: first page of a sequence; attention sinks live there."""
-    written: Tensor
-    """int16 slots written since the page was mapped."""
-    reader: Tensor
-    """int64 reader of the page, the last one, -1 if none; see `QuerySamples.readers`."""
-    position: Tensor
-    """int64 position of the page's first token in its sequence, -1 where nobody said."""
-
-    @classmethod
-    def empty(cls, num_virtual_pages: int) -> "PageFacts":
-        """Facts of pages that hold nothing."""
-        return cls(
-            last_use=torch.zeros(num_virtual_pages, dtype=torch.int64),
-            hits=torch.zeros(num_virtual_pages, dtype=torch.int32),
-            first=torch.zeros(num_virtual_pages, dtype=torch.bool),
-            written=torch.zeros(num_virtual_pages, dtype=torch.int16),
-            reader=torch.full((num_virtual_pages,), -1, dtype=torch.int64),
-            position=torch.full((num_virtual_pages,), -1, dtype=torch.int64),
-        )
-
-    def forget(self, pages: Tensor) -> None:
-        """Reset the facts of `pages` that change hands."""
-        self.last_use[pages] = 0
-        self.hits[pages] = 0
-        self.first[pages] = False
-        self.written[pages] = 0
-        self.reader[pages] = -1
-        self.position[pages] = -1
+    LAST = 5
+    """Those to the end of the ladder, and pages beyond the cap of their request. After this round only open pages are
+    plain."""
 
 
 @dataclass(frozen=True)
@@ -80,62 +47,97 @@ class DemotionSteps:
     """(K,) int64 format before the step, given the steps before it."""
     target: Tensor
     """(K,) int64 format after the step."""
+    round: Tensor
+    """(K,) int64 `DemotionRound` of the step."""
 
 
-def sealed_format(facts: PageFacts, pages: Tensor, old: Tensor, ladder: FormatLadder) -> Tensor:
+def sealed_format(
+    facts: PageFacts, pages: Tensor, old: Tensor, tail: Tensor, ladder: FormatLadder, *, roomy: bool = False
+) -> Tensor:
     """(n,) int64 format that full `pages` take while memory is not short, by role.
 
     Args:
         old: (n,) bool: beyond the warm window and not only beyond the hot one.
+        tail: (n,) int64 format of each page if it is private and old.
+        roomy: memory is free, so that pages of prompts wait in the shared format for others to share them.
     """
-    target = torch.full_like(pages, min(ladder.warm, ladder.tail))
-    target[old] = ladder.tail
+    target = torch.where(old, tail, tail.clamp(max=ladder.warm))
+    target = torch.minimum(target, facts.cap[pages].long().clamp(min=ladder.warm))
     if ladder.shared is not None:
-        target[facts.hits[pages] > 0] = ladder.shared
+        target[facts.shared[pages]] = ladder.shared
+        if roomy:
+            fresh = facts.prompt[pages] & ~facts.shared[pages]
+            target[fresh] = target[fresh].clamp(max=ladder.shared)
     # The attention sinks: 64 tokens that every later query reads; they cost one page and carry the most weight.
     target[facts.first[pages]] = PLAIN
     return target
 
 
 def demotion_steps(
-    facts: PageFacts, formats: Tensor, hot: Tensor, page_size: int, ladder: FormatLadder, *, spare_hot: bool = False
+    facts: PageFacts,
+    formats: Tensor,
+    usage: Usage,
+    page_size: int,
+    ladder: FormatLadder,
+    turnover: Turnover,
+    tail: int,
+    *,
+    upto: DemotionRound = DemotionRound.LAST,
 ) -> DemotionSteps:
     """Everything that could be demoted, in order.
 
     Args:
         formats: (virtual pages,) int8 format of each page.
-        hot: (n,) int64 pages in the hot window of a request that is running now.
-        ladder: the formats and their roles.
-        spare_hot: leave out the rounds that touch hot windows.
+        tail: smallest format that old private pages get by their role.
+        upto: the last round.
     """
     full = torch.nonzero((formats >= PLAIN) & (formats < ladder.end) & (facts.written >= page_size)).squeeze(-1)
     current = formats[full].long()
+    rounds = _rounds(facts, full, current, usage, ladder, tail)
+    allowed = rounds <= upto
+    index, target = torch.nonzero(allowed, as_tuple=True)
+    # A step starts where the page's step before it ended.
+    stops = torch.where(allowed, torch.arange(len(ladder.layouts)), -1).cummax(1).values
+    before = torch.cat((torch.full_like(current, -1)[:, None], stops[:, :-1]), 1)
+    sources = torch.maximum(before, current[:, None])
+    costs = step_costs(ladder)[sources, torch.arange(len(ladder.layouts))].where(allowed, 0)
+    # No step of a page is cheaper than the one before it, whatever the sizes: they are taken in their order.
+    price = (worth_in_use(facts, full, usage, turnover)[:, None] * costs.cummax(1).values)[index, target]
+    order = torch.arange(index.numel())
+    for key in (facts.last_use[full][index], price, facts.priority[full][index], rounds[index, target]):
+        order = order[torch.sort(key[order], stable=True).indices]
+    index, source, target = index[order], sources[index, target][order], target[order]
+    return DemotionSteps(full[index], source, target, rounds[index, target])
+
+
+_NEVER = len(DemotionRound)
+
+
+def _rounds(facts: PageFacts, full: Tensor, current: Tensor, usage: Usage, ladder: FormatLadder, tail: int) -> Tensor:
+    """(n, formats) int64 round in which each of the pages `full` (n,) goes to each format; `_NEVER` where it does not."""
+    target = torch.arange(len(ladder.layouts))[None, :]
+    first, shared = facts.first[full][:, None], facts.shared[full][:, None]
+    protected = first | shared
+    idle = (usage.users[full] == 0)[:, None]
     # Beyond its first step down a page is no longer what a running request reads as written.
-    is_hot = torch.isin(full, hot) & (current == PLAIN)
-    shared = facts.hits[full] > 0
-    protected = shared | facts.first[full]
-    floor = torch.where(facts.first[full], ladder.guard, ladder.end)
+    hot = (usage.hot[full] & (current == PLAIN))[:, None]
+    gentle = _gentle(shared, ladder)
+    role = torch.where(usage.warm[full], ladder.warm, max(ladder.warm, tail))[:, None]
+    private_round = torch.where(idle | (target <= role), int(DemotionRound.PRIVATE), int(DemotionRound.USED))
+    shared_round = torch.where(target <= ladder.warm, int(DemotionRound.SHARED), int(DemotionRound.SHARED_END))
+    shared_round = torch.where(idle, shared_round, int(DemotionRound.USED))
+    shared_round = torch.where(target == gentle, int(DemotionRound.PRIVATE), shared_round)
+    rounds = torch.where(protected, shared_round, private_round)
+    rounds = torch.where(hot, torch.where(target == FP8, int(DemotionRound.HOT), int(DemotionRound.LAST)), rounds)
+    rounds = torch.where(target > facts.cap[full][:, None], int(DemotionRound.LAST), rounds)
+    stops = torch.where(hot, FP8, torch.where(protected, gentle, ladder.warm))
+    stop = (target == stops) | (target >= ladder.warm)
+    floor = torch.where(first, ladder.guard, ladder.end)
+    return torch.where(stop & (target > current[:, None]) & (target <= floor), rounds, _NEVER)
+
+
+def _gentle(shared: Tensor, ladder: FormatLadder) -> Tensor:
+    """Format of a protected page that gives up the model dtype: nothing below 4 bits, and in the model dtype it would save
+    nothing."""
     shared_format = ladder.tail if ladder.shared is None else ladder.shared
-    protected_format = torch.where(shared & (shared_format != PLAIN), min(shared_format, ladder.warm), FP8)
-    rounds = [
-        (~is_hot & ~protected, torch.full_like(current, ladder.warm)),
-        (~is_hot & protected & (current == PLAIN), protected_format),
-        (~is_hot & ~protected, floor),
-        (~is_hot & protected, torch.full_like(current, ladder.warm)),
-        (~is_hot & protected, floor),
-        (is_hot & (not spare_hot), torch.full_like(current, FP8)),
-        (is_hot & (not spare_hot), floor),
-    ]
-    pages, order, source, target = [], [], [], []
-    for demotion_round, (chosen, after) in zip(DemotionRound, rounds, strict=True):
-        index = torch.nonzero(chosen & (after > current)).squeeze(-1)
-        pages.append(full[index])
-        order.append(torch.full_like(index, int(demotion_round)))
-        source.append(current[index])
-        target.append(after[index])
-        current[index] = after[index]
-    page = torch.cat(pages)
-    by_page = torch.arange(page.numel())
-    for key in (page, facts.last_use[page], torch.cat(order)):
-        by_page = by_page[torch.sort(key[by_page], stable=True).indices]
-    return DemotionSteps(page[by_page], torch.cat(source)[by_page], torch.cat(target)[by_page])
+    return torch.where(shared & (shared_format != PLAIN), min(shared_format, ladder.warm), FP8)

@@ -10,9 +10,12 @@ from csa2.capacity import ArenaPlan
 from csa2.codec.codec import PageCodec
 from csa2.codec.queries import QuerySamples
 from csa2.codec.sealing import CODEC_BATCH_PAGES, ReferenceSealer, Sealer, Wave, standing_from
+from csa2.controller import Mix, deal
 from csa2.errors import IntegrityError
+from csa2.facts import PageFacts, Usage
 from csa2.formats import PLAIN, UNMAPPED, FormatLadder
-from csa2.residency import PageFacts, demotion_steps, sealed_format
+from csa2.residency import DemotionRound, DemotionSteps, demotion_steps, sealed_format
+from csa2.value import Turnover, step_costs, worth
 from sgl_kernels.page_codec.positions import gather_first_positions
 from sgl_kernels.page_codec.reference import Entries
 
@@ -36,8 +39,11 @@ class PageStore:
         self.samples = QuerySamples(ladder.geometry.num_layers, ladder.geometry.num_kv_heads)
         self.protected_pages = 1
         """Pages at the beginning of a sequence that are never merged."""
+        self.tail = Mix(ladder.tail, ladder.tail)
+        """Formats that old private pages get."""
         self.clock = 0
         self._open_pages: int | None = None
+        self.mapped_total = 0
         names = ladder.names
         self.demotions_total = {f"{a}->{b}": 0 for i, a in enumerate(names) for b in names[i + 1 :]}
 
@@ -77,7 +83,9 @@ class PageStore:
         self._open_pages = None
         self.arena.allocate(pages, PLAIN)
         self.facts.forget(pages)
+        self.mapped_total += pages.numel()
         self.facts.last_use[pages] = self.clock
+        self.facts.turn[pages] = self.mapped_total
         self.arena.zero_pages(PLAIN, pages)
 
     def unmap_pages(self, pages: Tensor) -> None:
@@ -115,14 +123,38 @@ class PageStore:
         if self.ladder.is_separated:
             self._record_positions(slots, positions)
 
-    def touch(self, pages: Tensor, readers: Tensor) -> None:
-        """Note that `pages` (n,) are read in this forward pass by `readers` (n,), see `QuerySamples.readers`."""
-        self.facts.last_use[pages] = self.clock
-        self.facts.reader[pages] = readers
+    def touch(self, pages: Tensor, readers: Tensor, depth: Tensor | None = None) -> None:
+        """Note that `pages` (n,) are read in this forward pass by `readers` (n,), see `QuerySamples.readers`.
 
-    def seal(self, pages: Tensor, old: Tensor | None = None) -> int:
+        Args:
+            depth: (n,) int64 place of each page in the sequence of its reader.
+        """
+        self.facts.last_use[pages] = self.clock
+        self.facts.turn[pages] = self.mapped_total
+        self.facts.reader[pages] = readers
+        if depth is not None:
+            self.facts.depth[pages] = depth.to(torch.int32)
+
+    def share(self, pages: Tensor) -> None:
+        """Count one request more that uses `pages` (n,), none twice."""
+        self.facts.hits[pages] += 1
+
+    def live_bytes(self, usage: Usage) -> int:
+        """Bytes of the pages that running requests read, that two requests or more have used, or that are pinned.
+
+        What nobody asked for twice makes way by itself: it is demoted and evicted first.
+        """
+        live = (self.arena.formats >= PLAIN) & ((usage.users > 0) | self.facts.shared)
+        live[0] = False
+        sizes = torch.tensor(self.ladder.page_bytes)
+        return int(sizes[self.arena.formats[live].long()].sum())
+
+    def seal(self, pages: Tensor, old: Tensor | None = None, *, roomy: bool = False) -> int:
         """Compress full `pages` that left the hot window, and `old` ones that left the warm window too, to the format of
         their role; the number compressed.
+
+        Args:
+            roomy: memory is free, see `sealed_format`.
 
         A page that has become smaller keeps what it has. One that finds no room for its smaller form stays as it is: it is
         among the first to go under pressure.
@@ -130,21 +162,43 @@ class PageStore:
         chosen = torch.unique(pages if old is None else torch.cat((pages, old)))
         chosen = chosen[(self.arena.formats[chosen] != UNMAPPED) & (self.facts.written[chosen] >= self.page_size)]
         is_old = torch.zeros_like(chosen, dtype=torch.bool) if old is None else torch.isin(chosen, old)
-        target = sealed_format(self.facts, chosen, is_old, self.ladder)
+        target = self._role(chosen, is_old, roomy=roomy)
         smaller = target > self.arena.formats[chosen]
         return self._reencode(chosen[smaller], target[smaller])
+
+    def relieve(self, usage: Usage, wanted_bytes: int, max_pages: int) -> int:
+        """Bring pages that running requests read to the format of their role now, the cheapest steps first, until
+        `wanted_bytes` are free or `max_pages` are re-encoded; the number re-encoded."""
+        ready = (self.facts.written >= self.page_size) & (usage.users > 0) & ~usage.hot
+        pages = torch.nonzero(ready & (self.arena.formats != UNMAPPED)).squeeze(-1)
+        target = self._role(pages, ~usage.warm[pages])
+        current = self.arena.formats[pages].long()
+        smaller = target > current
+        pages, target, current = pages[smaller], target[smaller], current[smaller]
+        price = worth(self.facts, pages, self.turnover) * step_costs(self.ladder)[current, target]
+        order = torch.sort(price, stable=True).indices
+        sizes = torch.tensor(self.ladder.page_bytes)
+        freed = (sizes[current] - sizes[target])[order].cumsum(0)
+        take = min(int((freed < wanted_bytes).sum()) + 1, max_pages)
+        chosen = order[:take].sort().values
+        return self._reencode(pages[chosen], target[chosen])
+
+    @property
+    def turnover(self) -> Turnover:
+        """How far the cache has turned over."""
+        return Turnover(self.mapped_total, self.mapped_pages)
 
     def cold_pages(self, age: int) -> Tensor:
         """Plain full pages not used for `age` forward passes."""
         ready = (self.arena.formats == PLAIN) & (self.facts.written >= self.page_size)
         return torch.nonzero(ready & (self.facts.last_use < self.clock - age)).squeeze(-1)
 
-    def make_room(self, num_pages: int, hot_pages: Callable[[], Tensor], *, spare_hot: bool = False) -> bool:
+    def make_room(self, num_pages: int, usage: Callable[[], Usage], upto: DemotionRound = DemotionRound.LAST) -> bool:
         """Demote as few pages as it takes until `num_pages` plain pages can be mapped.
 
         Args:
-            hot_pages: pages in hot windows of running requests; asked only when something must be demoted.
-            spare_hot: leave those alone, because something else can still go.
+            usage: what running requests read; asked only when something must be demoted.
+            upto: the last round, because something else can still go.
 
         Returns:
             Whether they fit now. If not, demotion has come as near to it as it can.
@@ -152,7 +206,7 @@ class PageStore:
         arena = self.arena
         if arena.fits([num_pages, *([0] * (len(arena.counts) - 1))]):
             return True
-        steps = demotion_steps(self.facts, arena.formats, hot_pages(), self.page_size, self.ladder, spare_hot=spare_hot)
+        steps = self._steps(usage(), upto)
         k = steps.pages.numel()
         formats = len(arena.counts)
         change = torch.zeros(k + 1, formats, dtype=torch.int64)
@@ -201,6 +255,22 @@ class PageStore:
             raise IntegrityError("an unmapped page has writes")
         if self.ladder.is_separated:
             self._check_positions()
+
+    def _role(self, pages: Tensor, is_old: Tensor, *, roomy: bool = False) -> Tensor:
+        tail = deal(self.tail, self.facts.depth[pages])
+        return sealed_format(self.facts, pages, is_old, tail, self.ladder, roomy=roomy)
+
+    def _steps(self, usage: Usage, upto: DemotionRound) -> DemotionSteps:
+        return demotion_steps(
+            self.facts,
+            self.arena.formats,
+            usage,
+            self.page_size,
+            self.ladder,
+            self.turnover,
+            max(self.tail.larger, self.tail.smaller),
+            upto=upto,
+        )
 
     def _record_positions(self, slots: Tensor, positions: Tensor | None) -> None:
         """Note where the pages of `slots` (T,) begin, whose tokens stand at `positions` (T,)."""

@@ -11,6 +11,7 @@ from csa2.codec.channels import make_rotation, reduced_bases
 from csa2.codec.codec import PageCodec
 from csa2.codec.importance import attention_share, observed_attention
 from csa2.codec.merging import merge_entries
+from csa2.facts import Usage
 from csa2.formats import MERGE, PLAIN, FormatLadder, even_heads, make_ladder, packing
 from csa2.store import PageStore
 from sgl_kernels.basis import orthonormal_basis
@@ -49,6 +50,17 @@ def make_store(
     store = PageStore(ladder, plan, pages, codec)
     store.arena.buffer[: plan.arena_bytes] = 0xFF  # NaN, wherever nobody has written
     return store
+
+
+def idle(store: PageStore) -> Usage:
+    """No request runs."""
+    return Usage.nobody(store.facts.hits.numel())
+
+
+def hot(store: PageStore, pages: Tensor) -> Usage:
+    """A request runs that has `pages` in its hot window."""
+    marks = torch.ones_like(pages, dtype=torch.bool)
+    return Usage.of(pages, marks, marks, store.facts.hits.numel())
 
 
 def some_tokens(n: int, seed: int) -> Tensor:

@@ -1,7 +1,5 @@
 """The page store: roles, demotion under pressure, the codec in batches, and what is refused."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from page_stores import (
@@ -13,6 +11,8 @@ from page_stores import (
     assert_near,
     assert_same,
     full_pages,
+    hot,
+    idle,
     make_store,
     read_page,
     some_tokens,
@@ -21,9 +21,10 @@ from page_stores import (
 from torch import Tensor
 
 from csa2.capacity import plan_arena
+from csa2.controller import Mix
 from csa2.errors import IntegrityError
+from csa2.facts import PageFacts
 from csa2.formats import FP8, PLAIN, make_ladder
-from csa2.residency import PageFacts
 from csa2.store import CODEC_BATCH_PAGES, PageStore
 from sgl_kernels.page_layout import PageGeometry
 from sgl_kernels.paged_attention.plan import plan_pages
@@ -53,7 +54,7 @@ def test_pages_of_one_format_are_read_together(tail):
     for index in range(len(ladder.layouts)):
         pages = [3 * index + 1, 3 * index + 2]
         contents = full_pages(store, pages)
-        store.ladder = replace(ladder, tail=index)
+        store.tail = Mix(index, index)
         assert store.seal(no_pages(), torch.tensor(pages)) == (2 if index else 0)
         entries = store.read(torch.tensor(pages[::-1]))
         layout = ladder.layouts[index]
@@ -111,7 +112,7 @@ def test_pages_that_find_no_room_stay_plain():
     assert store.seal(torch.tensor([1])) == 0
     assert int(store.arena.formats[1]) == PLAIN
     assert_same(read_page(store, 1), content)
-    assert not store.make_room(1, no_pages)
+    assert not store.make_room(1, lambda: idle(store))
     store.check_integrity()
 
 
@@ -120,21 +121,21 @@ def test_make_room_takes_the_page_used_longest_ago_first_and_no_more_than_it_mus
     full_pages(store, list(range(1, 9)))
     store.facts.last_use[1:9] = torch.tensor([5, 3, 8, 1, 7, 2, 6, 4])
     # Of two plain pages a slab: three must go before what is left, and one more, fill three slabs beside the small ones.
-    assert store.make_room(1, no_pages)
+    assert store.make_room(1, lambda: idle(store))
     assert [page for page in range(1, 9) if int(store.arena.formats[page]) == SMALL] == [2, 4, 6]
     assert store.demotions_total["bf16->fp4"] == 3
-    assert store.make_room(2, no_pages)
+    assert store.make_room(2, lambda: idle(store))
     assert store.arena.counts == [4, 0, 4]
 
 
 def test_hot_pages_go_last():
     store = make_store(num_slabs=4, slab_pages=2)
     full_pages(store, list(range(1, 9)))
-    hot = torch.tensor([1, 2, 3])
-    assert store.make_room(2, lambda: hot)
+    usage = hot(store, torch.tensor([1, 2, 3]))
+    assert store.make_room(2, lambda: usage)
     assert store.arena.formats[1:4].tolist() == [PLAIN] * 3
     store.map_pages(torch.tensor([20, 21]))
-    assert not store.make_room(6, lambda: hot)
+    assert not store.make_room(6, lambda: usage)
     assert store.arena.formats[1:9].tolist() == [SMALL] * 8
 
 
@@ -142,7 +143,7 @@ def test_a_page_on_its_way_through_two_rungs_is_counted_once():
     store = make_store(num_slabs=4, slab_pages=2)
     full_pages(store, list(range(1, 9)))
     store.facts.first[1:9] = True
-    assert store.make_room(4, no_pages)
+    assert store.make_room(4, lambda: idle(store))
     assert sum(store.demotions_total.values()) == sum(index != PLAIN for index in store.arena.formats[1:9].tolist())
     assert store.demotions_total["fp8->fp4"] == 0
 
@@ -154,8 +155,8 @@ def test_fp8_pages_go_to_4_bits_from_what_they_hold():
     store.seal(torch.tensor([1, 2, 3]))
     held = [read_page(store, page) for page in (1, 2, 3)]
     store.map_pages(torch.arange(10, 16))
-    assert store.make_room(0, no_pages)
-    assert not store.make_room(1, no_pages)
+    assert store.make_room(0, lambda: idle(store))
+    assert not store.make_room(1, lambda: idle(store))
     assert store.demotions_total == {"bf16->fp8": 3, "bf16->fp4": 0, "fp8->fp4": 3}
     for page, first, second in zip((1, 2, 3), contents, held, strict=True):
         assert_near(store, first, second, FP8)
@@ -200,7 +201,7 @@ def test_pressure_stops_at_the_guard_for_first_pages_and_at_the_end_for_others(t
     store.facts.first[torch.tensor([1, 5])] = True
     store.facts.hits[torch.tensor([5, 6])] = 1
     assert store.guarded_pages == (2 if ladder.guard != ladder.end else 0)
-    assert not store.make_room(11, lambda: torch.tensor([1, 2, 3]))
+    assert not store.make_room(11, lambda: hot(store, torch.tensor([1, 2, 3])))
     # As far as it gets: everything at the end, or what needs no more slabs.
     goal = [ladder.guard, ladder.end, ladder.end, ladder.end] * 2
     assert store.arena.formats[1:9].tolist() == goal

@@ -22,9 +22,11 @@ from page_stores import (
 )
 from torch import Tensor
 
+from csa2.controller import Mix, deal
 from csa2.errors import ArenaFullError, IntegrityError
+from csa2.facts import NO_CAP, Usage
 from csa2.formats import PLAIN, UNMAPPED, FormatLadder
-from csa2.residency import demotion_steps
+from csa2.residency import DemotionRound, demotion_steps
 
 
 @dataclass
@@ -70,15 +72,28 @@ class StoreMachine(RuleBasedStateMachine):
         shared = data.draw(st.sampled_from([None, *formats]), label="shared")
         tail = data.draw(st.sampled_from([*formats, self.LADDER.end]), label="tail")
         self.store.ladder = replace(self.LADDER, shared=shared, tail=tail)
+        smaller = data.draw(st.sampled_from([tail, *range(tail, self.LADDER.end + 1)]), label="mixed with")
+        self.store.tail = Mix(tail, smaller, data.draw(st.sampled_from([0.3, 1.0])))
 
-    def role(self, page: int, *, old: bool) -> int:
+    def role(self, page: int, *, old: bool, roomy: bool) -> int:
         """The format of a sealed page, as the rules say it."""
         ladder, facts = self.store.ladder, self.store.facts
         if facts.first[page]:
             return PLAIN
-        if facts.hits[page] > 0 and ladder.shared is not None:
+        if (facts.hits[page] > 0 or facts.pinned[page]) and ladder.shared is not None:
             return ladder.shared
-        return ladder.tail if old or ladder.tail < ladder.warm else ladder.warm
+        tail = int(deal(self.store.tail, facts.depth[[page]]))
+        private = min(tail if old or tail < ladder.warm else ladder.warm, max(ladder.warm, int(facts.cap[page])))
+        waits = roomy and facts.prompt[page] and ladder.shared is not None
+        return min(private, ladder.shared) if waits else private
+
+    def used(self, data) -> Usage:
+        """Some pages in hot windows, some in warm ones, some read beyond."""
+        pages = torch.tensor(self.some_pages(data), dtype=torch.int64)
+        hot, warm = (
+            torch.tensor(data.draw(st.lists(st.booleans(), min_size=len(pages), max_size=len(pages)))).bool() for _ in "ab"
+        )
+        return Usage.of(pages, hot, warm, 24)
 
     def full(self) -> list[int]:
         return [page for page, known in self.pages.items() if known.written == SIZE]
@@ -157,14 +172,26 @@ class StoreMachine(RuleBasedStateMachine):
                 self.store.record_writes(torch.tensor([slot, page * SIZE + slot]))
         self.note_changes([])
 
-    @rule(data=st.data(), hits=st.integers(0, 3), first=st.booleans())
+    @rule(
+        data=st.data(),
+        hits=st.integers(0, 3),
+        first=st.booleans(),
+        prompt=st.booleans(),
+        pinned=st.sampled_from([False, False, True]),
+        cap=st.sampled_from([NO_CAP, NO_CAP, 2]),
+    )
     @precondition(lambda self: self.pages)
-    def learn(self, data, hits, first):
+    def learn(self, data, hits, first, prompt, pinned, cap):
         pages = torch.tensor(data.draw(st.lists(st.sampled_from(sorted(self.pages)), unique=True)), dtype=torch.int64)
         self.store.facts.hits[pages] = hits
         self.store.facts.first[pages] = first
+        self.store.facts.prompt[pages] = prompt
+        self.store.facts.pinned[pages] = pinned
+        self.store.facts.cap[pages] = cap
         self.store.clock += 1
-        self.store.touch(pages, torch.full_like(pages, data.draw(st.integers(0, 3), label="slot")))
+        depth = pages * 7 % 5
+        self.store.touch(pages, torch.full_like(pages, data.draw(st.integers(0, 3), label="slot")), depth)
+        assert torch.equal(self.store.facts.depth[pages].long(), depth)
 
     @rule(slot=st.integers(0, 3), tokens=st.sampled_from([1, 3, 16, 40]), seed=st.integers(0, 99))
     def ask(self, slot, tokens, seed):
@@ -180,12 +207,13 @@ class StoreMachine(RuleBasedStateMachine):
     def seal(self, data):
         self.draw_roles(data)
         chosen, old = self.some_pages(data), data.draw(st.lists(st.sampled_from(sorted(self.pages)), unique=True))
-        goal = {page: self.role(page, old=page in old) for page in {*chosen, *old} & {*self.full()}}
+        roomy = data.draw(st.booleans(), label="roomy")
+        goal = {page: self.role(page, old=page in old, roomy=roomy) for page in {*chosen, *old} & {*self.full()}}
         goal = {page: index for page, index in goal.items() if index > self.pages[page].format}
         before = {page: self.pages[page].format for page in goal}
         count = sum(self.demotions.values())
         sealed = self.store.seal(
-            torch.tensor([*chosen, *chosen[:2]], dtype=torch.int64), torch.tensor(old, dtype=torch.int64)
+            torch.tensor([*chosen, *chosen[:2]], dtype=torch.int64), torch.tensor(old, dtype=torch.int64), roomy=roomy
         )
         self.note_changes(list(goal))
         assert sum(self.demotions.values()) - count == sealed
@@ -193,12 +221,33 @@ class StoreMachine(RuleBasedStateMachine):
             # To the format of its role or, for want of room, nowhere.
             assert self.pages[page].format in (before[page], index)
 
-    @rule(data=st.data(), n=st.sampled_from([0, 1, 1, 2, 2, 3, 4, 6, 11]), spare_hot=st.booleans())
-    def make_room(self, data, n, spare_hot):
+    @rule(data=st.data(), wanted=st.sampled_from([1, 20000, 10**9]), most=st.integers(1, 6))
+    @precondition(lambda self: self.pages)
+    def relieve(self, data, wanted, most):
+        """Only pages in use and outside hot windows move, to their role, and no more than asked for."""
         self.draw_roles(data)
-        hot = torch.tensor(self.some_pages(data), dtype=torch.int64)
+        usage = self.used(data)
+        may = {
+            page: self.role(page, old=not usage.warm[page], roomy=False)
+            for page in self.full()
+            if usage.users[page] and not usage.hot[page]
+        }
+        before, sizes = {page: self.pages[page].format for page in may}, self.LADDER.page_bytes
+        done = self.store.relieve(usage, wanted, most)
+        self.note_changes(list(may))
+        moved = [page for page in may if self.pages[page].format != before[page]]
+        assert done == len(moved) <= most
+        assert all(self.pages[page].format == may[page] for page in moved)
+        freed = sorted(sizes[before[page]] - sizes[may[page]] for page in moved)
+        assert sum(freed[1:]) < wanted or not freed
+
+    @rule(data=st.data(), n=st.sampled_from([0, 1, 1, 2, 2, 3, 4, 6, 11]), upto=st.sampled_from(list(DemotionRound)))
+    def make_room(self, data, n, upto):
+        self.draw_roles(data)
+        usage = self.used(data)
         store, plan = self.store, self.store.arena.plan
-        steps = demotion_steps(store.facts, store.arena.formats, hot, SIZE, store.ladder, spare_hot=spare_hot)
+        tail = max(store.tail.larger, store.tail.smaller)
+        steps = demotion_steps(store.facts, store.arena.formats, usage, SIZE, store.ladder, store.turnover, tail, upto=upto)
         before = list(store.arena.counts)
         counts, wanted = list(before), {}
         fits = enough = plan.fits([counts[0] + n, *counts[1:]])
@@ -210,11 +259,10 @@ class StoreMachine(RuleBasedStateMachine):
             wanted[page] = target
             enough = plan.fits([counts[0] + n, *counts[1:]])
         asked = []
-        assert store.make_room(n, lambda: asked.append(1) or hot, spare_hot=spare_hot) == enough
+        assert store.make_room(n, lambda: asked.append(1) or usage, upto) == enough
         assert len(asked) == (not fits)
-        if spare_hot:
-            hot_and_plain = [page for page in hot.tolist() if self.pages[page].format == PLAIN]
-            self.note_changes([page for page in self.full() if page not in hot_and_plain])
+        if upto < DemotionRound.HOT:
+            self.note_changes([page for page in self.full() if not usage.hot[page] or self.pages[page].format > PLAIN])
         self.note_changes(self.full())
         if enough:
             # As few steps as it takes, in their order.
@@ -248,6 +296,9 @@ class StoreMachine(RuleBasedStateMachine):
         store = self.store
         store.check_integrity()
         assert store.mapped_pages == len(self.pages)
+        shared = {page for page in self.pages if store.facts.hits[page] > 0 or store.facts.pinned[page]}
+        live = sum(self.LADDER.page_bytes[self.pages[page].format] for page in shared)
+        assert store.live_bytes(Usage.nobody(24)) == live
         assert store.open_pages == sum(known.written < SIZE for known in self.pages.values())
         assert store.demotions_total == self.demotions
         guarded = [page for page in self.pages if store.facts.first[page]]
