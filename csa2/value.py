@@ -69,3 +69,13 @@ def step_costs(ladder: FormatLadder) -> Tensor:
     sizes = torch.tensor(ladder.page_bytes, dtype=torch.float64)
     freed = (sizes[:, None] - sizes[None, :]).clamp(min=1)
     return (losses[None, :] - losses[:, None]).clamp(min=0) / freed
+
+
+def eviction_values(facts: PageFacts, turnover: Turnover) -> Tensor:
+    """(virtual pages,) float64: among the ends of branches the smallest goes first."""
+    age = ((turnover.mapped_total - facts.turn).double() / max(1, turnover.mapped)).clamp(0, MAX_AGE)
+    return torch.log2(1.0 + facts.hits.double()) * HITS_WEIGHT - age - DEPTH_WEIGHT * facts.depth.double()
+
+
+HITS_WEIGHT = 1.0
+DEPTH_WEIGHT = 0.01

@@ -9,14 +9,15 @@ UPSTREAM(sglang 0.5.23): subclass of `PagedTokenToKVPoolAllocator`.
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.utils import get_num_new_pages
 from torch import Tensor
 
 from csa2.errors import IntegrityError
+from csa2.facts import Usage
 from csa2.formats import PLAIN
+from csa2.residency import DemotionRound
 from csa2.store import PageStore
 from sglang_csa2.budget import WRITTEN_PAGES, ByteBudget, request_overhead_pages
 from sglang_csa2.pool import pages_of
@@ -26,8 +27,8 @@ class Csa2Allocator(PagedTokenToKVPoolAllocator):
     """Hands out virtual pages and keeps the byte accounting exact."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.hot_pages: Callable[[], Tensor] = lambda: torch.empty(0, dtype=torch.int64)
-        """Pages in hot windows of running requests; the scheduler puts its own function here."""
+        self.usage: Callable[[], Usage] = lambda: Usage.nobody(self.store.facts.hits.numel())
+        """What running requests read; the scheduler puts its own function here."""
         self.tree_cache: Any = None
         """The radix cache to evict from; the scheduler puts its own here."""
         super().__init__(*args, **kwargs)
@@ -134,20 +135,33 @@ class Csa2Allocator(PagedTokenToKVPoolAllocator):
         return bool(fits and self._free_pages(-(-num_tokens // self.page_size)))
 
     def _free_pages(self, num_pages: int) -> bool:
-        """Make room for `num_pages` plain pages: demote, then evict from the tree, then give up hot windows.
+        """Make room for `num_pages` plain pages: demote, evict from the tree, then compress what running requests read.
 
-        Hot windows come last: what nobody uses goes before what running requests read most.
+        First what nobody reads: it is demoted, and pages that one request alone has used go from the tree before shared ones
+        lose more than 4 bits cost. Hot windows come last: running requests read them most.
 
         Here and not in `evict_to_free_tokens`, which SGLang asks for a page per request where most take none: in tokens that
         is free, in bytes it would demote hot pages for nothing.
         """
+        for upto, private_only in ((DemotionRound.SHARED, True), (DemotionRound.SHARED_END, False)):
+            while not self.store.make_room(num_pages, self.usage, upto):
+                if self._evict(num_pages, private_only=private_only) == 0:
+                    break
+            else:
+                return True
+        return self.store.make_room(num_pages, self.usage)
+
+    def _evict(self, num_pages: int, *, private_only: bool) -> int:
+        """Evict towards room for `num_pages` plain pages; the tokens that went."""
         tree = self.tree_cache
-        while not self.store.make_room(num_pages, self.hot_pages, spare_hot=True):
-            shortfall = self._missing_small_pages(num_pages) * self.page_size
-            can_evict = tree is not None and tree.supports_prefix_sharing()
-            if not can_evict or tree.evict(EvictParams(num_tokens=shortfall)).num_tokens_evicted == 0:
-                return self.store.make_room(num_pages, self.hot_pages)
-        return True
+        if tree is None or not tree.supports_prefix_sharing():
+            return 0
+        if tree.evicts_pages:
+            return int(tree.evict_bytes(self._missing_bytes(num_pages), private_only=private_only))
+        if private_only:
+            return 0
+        tokens = self._missing_small_pages(num_pages) * self.page_size
+        return int(tree.evict(EvictParams(num_tokens=tokens)).num_tokens_evicted)
 
     def verify_byte_accounting(self) -> list[str]:
         """What does not add up, for the scheduler's idle check; empty when healthy."""
@@ -173,3 +187,11 @@ class Csa2Allocator(PagedTokenToKVPoolAllocator):
         counts[end] = 0
         free_slabs = arena.plan.num_slabs - arena.plan.slabs_needed(counts)
         return max(1, arena.counts[end] - free_slabs * arena.plan.pages_per_slab[end])
+
+    def _missing_bytes(self, num_pages: int) -> int:
+        """Bytes to evict in one go: half of the slabs that are missing, since what goes may empty slabs it does not fill."""
+        plan = self.store.arena.plan
+        counts = list(self.store.arena.counts)
+        counts[PLAIN] += num_pages
+        missing_slabs = plan.slabs_needed(counts) - plan.num_slabs
+        return max(plan.page_bytes[plan.end], missing_slabs * plan.slab_bytes // 2)

@@ -1,13 +1,20 @@
-"""The radix cache: SGLang's own tree, with what it evicts counted.
+"""The radix cache: SGLang's own tree, with eviction by the page, shared pages noted, and what it evicts counted.
 
 UPSTREAM(sglang 0.5.23): subclass of `UnifiedRadixCache`, made by the registry's factory.
 """
 
+from collections.abc import Callable
 from typing import Any
 
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult, InsertParams, InsertResult
 from sglang.srt.mem_cache.registry import TreeCacheBuildContext, create_unified_radix_cache
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from torch import Tensor
+
+from csa2.store import PageStore
+from sglang_csa2.eviction import POLICY, PageEvictor, register_policy
 
 
 class Csa2RadixCache(UnifiedRadixCache):
@@ -15,7 +22,14 @@ class Csa2RadixCache(UnifiedRadixCache):
 
     def __init__(self, params: Any) -> None:
         self.evicted_tokens_total = 0
+        self._evicts_pages = params.eviction_policy == POLICY and not params.disable
+        if self._evicts_pages:
+            register_policy()
+            # The Rust core knows its own policies only, and shows no nodes.
+            params.tree_core_backend = "python"
         super().__init__(params)
+        self.store: PageStore = params.token_to_kv_pool_allocator.store
+        self._evictor = PageEvictor(self, self.store) if self._evicts_pages else None
 
     def evict(self, params: EvictParams) -> EvictResult:
         """Evict leaves and count their tokens."""
@@ -24,6 +38,52 @@ class Csa2RadixCache(UnifiedRadixCache):
     def evict_for_alloc(self, params: EvictParams, **kwargs: Any) -> EvictResult:
         """Evict leaves for an allocation and count their tokens."""
         return self._counted(super().evict_for_alloc(params, **kwargs))
+
+    @property
+    def evicts_pages(self) -> bool:
+        """Whether the policy is ours; otherwise SGLang evicts leaves by its own."""
+        return self._evictor is not None
+
+    def evict_bytes(self, num_bytes: int, *, private_only: bool) -> int:
+        """Evict pages of at least `num_bytes` in the arena; the tokens that went. Needs `evicts_pages`."""
+        sizes = torch.tensor(self.store.ladder.page_bytes, dtype=torch.float64)
+        tracker = dict.fromkeys(self.tree_components, 0)
+        self._evict_pages(sizes[self.store.arena.formats.long()] / num_bytes, tracker, private_only=private_only)
+        self.evicted_tokens_total += tracker[ComponentType.FULL]
+        return tracker[ComponentType.FULL]
+
+    def insert(self, params: InsertParams) -> InsertResult:
+        """Insert a path. Pages of it that another request had inserted meanwhile are shared from now on."""
+        result = super().insert(params)
+        if not self.disable and result.prefix_len > params.prev_prefix_len:
+            slots = self.path_device_indices(result.last_device_node)
+            self.store.share(slots[params.prev_prefix_len : result.prefix_len : self.page_size] // self.page_size)
+        return result
+
+    def _evict_components(
+        self,
+        request_by_type: dict[ComponentType, int],
+        tracker: dict[ComponentType, int],
+        available_size_targets: dict[ComponentType, tuple[ComponentType, int]] | None = None,
+        *,
+        allocation_reclaim_satisfied: Callable[[], bool] | None = None,
+    ) -> None:
+        if self._evictor is None:
+            super()._evict_components(
+                request_by_type,
+                tracker,
+                available_size_targets,
+                allocation_reclaim_satisfied=allocation_reclaim_satisfied,
+            )
+            return
+        if request_by_type[ComponentType.FULL] <= 0:
+            return
+        share = self.page_size / request_by_type[ComponentType.FULL]
+        self._evict_pages(torch.full((self.store.arena.formats.numel(),), share, dtype=torch.float64), tracker)
+
+    def _evict_pages(self, wanted: Tensor, tracker: dict[ComponentType, int], *, private_only: bool = False) -> None:
+        assert self._evictor is not None
+        self._evictor.evict(wanted, lambda node_id: self._evict_device_leaf(node_id, tracker), private_only=private_only)
 
     def _counted(self, result: EvictResult) -> EvictResult:
         self.evicted_tokens_total += result.num_tokens_evicted
