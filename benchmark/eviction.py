@@ -40,6 +40,7 @@ POLICIES: dict[str, dict[str, int] | None] = {
     "slru": None,
     "tlru": {"threshold": 1024, "next_prompt_estimate": 256},
 }
+CHUNK_TOKENS = 512
 MAX_CONTEXT = 16384
 
 
@@ -113,8 +114,11 @@ class Replay:
         self.hit_tokens += prefix.numel() * PAGE
         self.prompt_tokens += len(prompt)
         self.store.share(prefix)
-        pages = self._grow(prefix, len(prompt))
-        self._seal(pages, len(prompt), len(prompt), decode=False)
+        pages = prefix
+        for start in range(prefix.numel() * PAGE, len(prompt), CHUNK_TOKENS):
+            end = min(start + CHUNK_TOKENS, len(prompt))
+            pages = self._grow(pages, end)
+            self._seal(pages, end, len(prompt), decode=False)
         for end in range(len(prompt) // PAGE * PAGE + PAGE, len(whole) + PAGE, PAGE):
             pages = self._grow(pages, min(end, len(whole)))
             self._seal(pages, min(end, len(whole)), len(prompt), decode=True)

@@ -97,6 +97,7 @@ def make_ladder(
     shared: str | None = "fp8",
     heads: tuple[HeadLayout, ...] = (),
     *,
+    smaller: tuple[PageLayout, ...] = (),
     channel_scales: bool = False,
     separated: bool = False,
 ) -> FormatLadder:
@@ -107,6 +108,7 @@ def make_ladder(
         tail: format of old private pages; None is the 4-bit one.
         shared: format of shared pages; None treats them like private ones.
         heads: the pieces of a `tail` with reduced channels.
+        smaller: formats below that, in order.
         channel_scales: keys of the 4-bit rung have a scale per channel instead of one per entry.
         separated: coded pages hold keys without their rotation, and positions.
 
@@ -125,6 +127,7 @@ def make_ladder(
     layouts.append(coded_layout(kv_format, four_bit, four_bit, geometry, channel_scales=channel_scales))
     if tail in MERGE:
         layouts.append(PageLayout(tail, geometry, heads))
+    layouts.extend(smaller)
     if separated:
         layouts = [replace(layout, is_separated=not layout.is_plain) for layout in layouts]
     ladder = FormatLadder(tuple(layouts), warm, warm, PLAIN)

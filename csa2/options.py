@@ -29,7 +29,6 @@ ROPE_VARIANTS: tuple[str, ...] = get_args(RopeVariant)
 IMPLS: tuple[str, ...] = get_args(Impl)
 PACK_WEIGHTS: tuple[str, ...] = get_args(PackWeights)
 
-SERVED_RATIOS = ("1", "2", "4", "8")
 SERVED_IMPLS = ("auto", "reference", "cpu")
 
 
@@ -37,7 +36,7 @@ class CacheOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """What a user can set. Defaults are the recommended values."""
 
     arena_size: str | None = None
-    ratio: Ratio = "1"
+    ratio: Ratio = "auto"
     hot_tokens: int = 128
     warm_tokens: int = 1024
     shared_format: SharedFormat = "fp8"
@@ -45,6 +44,9 @@ class CacheOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     kv_format: CodeFormat = "fp4"
     key_scale: KeyScale = "entry"
     protect_tokens: int = 64
+    high_watermark: float = 0.8
+    low_watermark: float = 0.6
+    adjust_interval: int = 64
     calibration: str | None = None
     rope: RopeVariant = "rotated"
     impl: Impl = "auto"
@@ -56,11 +58,24 @@ class CacheOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         return None if self.arena_size is None else parse_bytes(self.arena_size, "--csa2-arena-size")
 
     @property
+    def is_adaptive(self) -> bool:
+        """Whether the ratio of old pages follows memory."""
+        return self.ratio == "auto" and self.tail_format == "ratio"
+
+    @property
     def old_page_format(self) -> str | None:
-        """Format of private pages beyond the warm window; None: the 4-bit one."""
+        """Format of private pages beyond the warm window; None: the 4-bit one, from which an adaptive ratio starts."""
         if self.tail_format != "ratio":
             return self.tail_format
-        return None if self.ratio == "1" else f"csa2-{self.ratio}x"
+        return None if self.ratio in ("1", "auto") else f"csa2-{self.ratio}x"
+
+    @property
+    def reduced_formats(self) -> tuple[str, ...]:
+        """Formats smaller than 4 bits that pages can get, the largest first."""
+        if self.is_adaptive:
+            return tuple(f"csa2-{ratio}x" for ratio in RATIOS if ratio not in ("1", "auto"))
+        old = self.old_page_format
+        return (old,) if old is not None and old.startswith("csa2-") else ()
 
     def validate(self) -> None:
         """Check values and combinations.
@@ -77,12 +92,7 @@ class CacheOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         _one_of("--csa2-impl", self.impl, IMPLS)
         _one_of("--csa2-pack-weights", self.pack_weights, PACK_WEIGHTS)
         _ = self.arena_bytes
-        if self.ratio not in SERVED_RATIOS:
-            raise OptionError(
-                f"--csa2-ratio {self.ratio} is not available in this version: the ratio does not follow memory yet. "
-                f"Choose one of {', '.join(SERVED_RATIOS)}"
-            )
-        if self.tail_format != "ratio" and self.ratio != "1":
+        if self.tail_format != "ratio" and self.ratio not in ("1", "auto"):
             raise OptionError(
                 f"--csa2-tail-format {self.tail_format} and --csa2-ratio {self.ratio} both say what old pages become: leave "
                 f"one of them out"
@@ -104,10 +114,22 @@ class CacheOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         ):
             if not 0 <= value <= 2**31 - 1:
                 raise OptionError(f"{name} {value} is out of range: give a number of tokens from 0 to 2147483647")
+        self._validate_controller()
         if self.warm_tokens < self.hot_tokens:
             raise OptionError(
                 f"--csa2-warm-tokens {self.warm_tokens} is smaller than --csa2-hot-tokens {self.hot_tokens}: the warm "
                 f"window contains the hot one, so give it at least as many tokens"
+            )
+
+    def _validate_controller(self) -> None:
+        if not 0 <= self.low_watermark < self.high_watermark <= 1:
+            raise OptionError(
+                f"--csa2-low-watermark {self.low_watermark:g} and --csa2-high-watermark {self.high_watermark:g} do not fit "
+                f"together: give shares of the arena, 0 <= low < high <= 1, for example 0.6 and 0.8"
+            )
+        if not 1 <= self.adjust_interval <= 2**31 - 1:
+            raise OptionError(
+                f"--csa2-adjust-interval {self.adjust_interval} is out of range: give tokens from 1 to 2147483647"
             )
 
 

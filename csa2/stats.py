@@ -25,6 +25,10 @@ class CacheStats(msgspec.Struct, frozen=True, kw_only=True):
     """Token slots that SGLang may hand out."""
     compression_ratio: float
     """Bytes the pages in use would take in bf16 over `used_bytes`; 1.0 when the cache is empty."""
+    target_ratio: float
+    """How much smaller than 4-bit pages old private pages are to be now."""
+    live_bytes: int
+    """Bytes of the pages that running requests read, that several requests have used, or that are pinned."""
     metadata_fraction: float
     """Share of scales, means and padding in `used_bytes`."""
     demotions_total: dict[str, int]
@@ -41,5 +45,5 @@ class CacheStats(msgspec.Struct, frozen=True, kw_only=True):
     """Layers with a surviving key bias, stored without the Hadamard basis."""
     weight_copy_bytes: int
     """Bytes of weights held twice, see `--csa2-pack-weights`."""
-    options: dict[str, str | int | None]
+    options: dict[str, str | int | float | None]
     """Resolved options."""

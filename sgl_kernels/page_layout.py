@@ -162,6 +162,13 @@ class PageLayout:
     """L x G pieces, layer-major; empty for a plain page."""
     is_separated: bool = False
     """Whether keys are stored without their rotation, positions beside them."""
+    basis_set: int = 0
+    """Which set of reduced bases its heads have: head i uses row `first_basis` + i of all of them."""
+
+    @property
+    def first_basis(self) -> int:
+        """Row of the reduced basis of its first head."""
+        return self.basis_set * len(self.heads)
 
     @property
     def is_plain(self) -> bool:

@@ -8,7 +8,7 @@ from csa2.codec.codec import PageCodec, make_codec
 from csa2.codec.scorer import Scorer
 from csa2.formats import MERGE, FormatLadder, check_geometry, even_heads, make_ladder
 from csa2.options import CacheOptions
-from sgl_kernels.page_layout import HeadLayout, PageGeometry
+from sgl_kernels.page_layout import HeadLayout, PageGeometry, PageLayout
 from sgl_kernels.rope import Rope
 
 
@@ -38,26 +38,23 @@ def codec_and_ladder(
         PageFormatError: a geometry that the codec cannot store.
     """
     check_geometry(geometry)
+    reduced = {name: _heads(name, geometry, rotation, known) for name in options.reduced_formats}
+    classes = tuple(() if head.basis == "identity" else head.key_classes for heads in reduced.values() for head in heads)
+    orders, scorer = (None, None) if known is None else (known.orders, known.scorer)
+    codec = make_codec(geometry, rotation, classes, orders, rope, scorer)
+    layouts = [PageLayout(name, geometry, heads, basis_set=i) for i, (name, heads) in enumerate(reduced.items())]
     tail = options.old_page_format
-    merge = MERGE.get(tail or "", 1)
-    orders = None if known is None else known.orders
-    classes = default_classes(geometry, merged=merge > 1, all_alike=orders is None and rotation.is_none)
-    heads: tuple[HeadLayout, ...] = ()
-    if tail in MERGE:
-        heads = even_heads(tail, classes, geometry)
-        if known is not None:
-            heads = known.losses.heads(heads, geometry)
-            classes = tuple(() if head.basis == "identity" else head.key_classes for head in heads)
-    codec = make_codec(geometry, rotation, classes, orders, rope, None if known is None else known.scorer)
     ladder = make_ladder(
         geometry,
         options.kv_format,
-        tail,
+        None if tail in reduced else tail,
         None if options.shared_format == "tail" else options.shared_format,
-        heads,
+        smaller=tuple(layouts),
         channel_scales=options.key_scale == "channel",
         separated=options.rope == "separated",
     )
+    if tail in reduced:
+        ladder = replace(ladder, tail=ladder.index(tail))
     if known is not None:
         budgeted = ("k8v4", options.kv_format)
         layouts = [
@@ -66,3 +63,10 @@ def codec_and_ladder(
         ]
         ladder = replace(ladder, layouts=tuple(layouts))
     return codec, ladder
+
+
+def _heads(name: str, geometry: PageGeometry, rotation: Rotation, known: HeadCalibration | None) -> tuple[HeadLayout, ...]:
+    """Pieces of the reduced format `name`."""
+    all_alike = known is None and rotation.is_none
+    even = even_heads(name, default_classes(geometry, merged=MERGE[name] > 1, all_alike=all_alike), geometry)
+    return even if known is None else known.losses.heads(even, geometry)

@@ -68,12 +68,14 @@ def make_codec(
     """The codec of a model.
 
     Args:
-        classes: key classes of each of the L x G heads in the reduced format; empty for one that keeps the identity basis.
-        orders: for each head its channels, the most important first; None: the slowest rotary pairs first.
+        classes: key classes of each of the L x G heads in each reduced format, format by format; empty for one that keeps
+            the identity basis.
+        orders: for each of the L x G heads its channels, the most important first; None: the slowest rotary pairs first.
         rope: how keys rotate, for formats that separate them from their positions.
         scorer: of these heads, for formats that merge.
     """
     if orders is None:
-        orders = [rotation.prior_order(geometry.head_dim)] * len(classes)
+        orders = [rotation.prior_order(geometry.head_dim)] * (geometry.num_layers * geometry.num_kv_heads)
+    orders = orders * (len(classes) // len(orders)) if classes else []
     reduced = reduced_bases(classes, orders, geometry.head_dim)
     return PageCodec(CodecBases(orthonormal_basis(geometry.head_dim), reduced, rope), scorer)

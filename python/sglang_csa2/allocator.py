@@ -135,31 +135,24 @@ class Csa2Allocator(PagedTokenToKVPoolAllocator):
         return bool(fits and self._free_pages(-(-num_tokens // self.page_size)))
 
     def _free_pages(self, num_pages: int) -> bool:
-        """Make room for `num_pages` plain pages: demote, evict from the tree, then compress what running requests read.
-
-        First what nobody reads: it is demoted, and pages that one request alone has used go from the tree before shared ones
-        lose more than 4 bits cost. Hot windows come last: running requests read them most.
+        """Make room for `num_pages` plain pages: demote what nobody reads, evict it from the tree, then compress what running
+        requests read, their hot windows last.
 
         Here and not in `evict_to_free_tokens`, which SGLang asks for a page per request where most take none: in tokens that
         is free, in bytes it would demote hot pages for nothing.
         """
-        for upto, private_only in ((DemotionRound.SHARED, True), (DemotionRound.SHARED_END, False)):
-            while not self.store.make_room(num_pages, self.usage, upto):
-                if self._evict(num_pages, private_only=private_only) == 0:
-                    break
-            else:
-                return True
-        return self.store.make_room(num_pages, self.usage)
+        while not self.store.make_room(num_pages, self.usage, DemotionRound.SHARED_END):
+            if self._evict(num_pages) == 0:
+                return self.store.make_room(num_pages, self.usage)
+        return True
 
-    def _evict(self, num_pages: int, *, private_only: bool) -> int:
+    def _evict(self, num_pages: int) -> int:
         """Evict towards room for `num_pages` plain pages; the tokens that went."""
         tree = self.tree_cache
         if tree is None or not tree.supports_prefix_sharing():
             return 0
         if tree.evicts_pages:
-            return int(tree.evict_bytes(self._missing_bytes(num_pages), private_only=private_only))
-        if private_only:
-            return 0
+            return int(tree.evict_bytes(self._missing_bytes(num_pages)))
         tokens = self._missing_small_pages(num_pages) * self.page_size
         return int(tree.evict(EvictParams(num_tokens=tokens)).num_tokens_evicted)
 

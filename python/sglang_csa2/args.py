@@ -4,6 +4,7 @@
 ones: `--help`, `--config` YAML, `sgl.Engine(...)` keywords, `/server_info`, and they travel to the child processes.
 """
 
+import math
 from typing import Annotated, Any, cast
 
 import msgspec
@@ -62,7 +63,8 @@ class Csa2ServerArgs(ServerArgs, kw_only=True, dict=True):  # type: ignore[call-
         str,
         Arg(
             help="How much smaller than 4-bit pages old pages become. 1: not at all. 2: by leaving out key channels and by "
-            "two-bit values. 4 and 8: by merging tokens too, which costs exact recall of long texts. auto: as memory asks.",
+            "two-bit values. 4 and 8: by merging tokens too, which costs exact recall of long texts. auto: as memory asks, "
+            "between 1 and 8; pages of prompts then wait in --csa2-shared-format while memory is free.",
             choices=list(RATIOS),
         ),
     ] = _DEFAULTS.ratio
@@ -118,6 +120,21 @@ class Csa2ServerArgs(ServerArgs, kw_only=True, dict=True):  # type: ignore[call-
             "model wrote them while memory is not short."
         ),
     ] = _DEFAULTS.protect_tokens
+    csa2_high_watermark: Annotated[
+        float,
+        Arg(
+            help="Share of the arena, held by pages that are read now or that several requests have used, above which "
+            "--csa2-ratio auto raises the ratio."
+        ),
+    ] = _DEFAULTS.high_watermark
+    csa2_low_watermark: Annotated[
+        float,
+        Arg(help="Share of the arena, counted in the same way, below which --csa2-ratio auto lowers the ratio."),
+    ] = _DEFAULTS.low_watermark
+    csa2_adjust_interval: Annotated[
+        int,
+        Arg(help="Generated tokens, all requests together, between two looks of --csa2-ratio auto at the arena."),
+    ] = _DEFAULTS.adjust_interval
     csa2_calibration: Annotated[
         str | None,
         Arg(
@@ -163,6 +180,16 @@ class Csa2ServerArgs(ServerArgs, kw_only=True, dict=True):  # type: ignore[call-
     }
 
 
+SCHEME_CHOICES = (
+    "attention_backend",
+    "prefill_attention_backend",
+    "decode_attention_backend",
+    "radix_cache_backend",
+    "radix_eviction_policy",
+)
+"""Options that have a value of the scheme's name, which works only as a part of it."""
+
+
 def flag_of(field: str) -> str:
     """The command line spelling of a `ServerArgs` field: `csa2_hot_tokens` -> `--csa2-hot-tokens`."""
     return "--" + field.replace("_", "-")
@@ -187,6 +214,9 @@ def options_from(server_args: Any) -> CacheOptions:
         shared_format=cast(SharedFormat, server_args.csa2_shared_format),
         tail_format=cast(TailFormat, server_args.csa2_tail_format),
         kv_format=cast(CodeFormat, server_args.csa2_kv_format),
+        high_watermark=_number(server_args, "csa2_high_watermark"),
+        low_watermark=_number(server_args, "csa2_low_watermark"),
+        adjust_interval=_whole_number(server_args, "csa2_adjust_interval"),
         calibration=_text_or_none(server_args.csa2_calibration),
         key_scale=cast(KeyScale, server_args.csa2_key_scale),
         protect_tokens=_whole_number(server_args, "csa2_protect_tokens"),
@@ -214,7 +244,7 @@ def check_unused_options(server_args: Any) -> None:
                 f"{flag_of(f'csa2_{name}')} {value} does nothing without --kv-compress {SCHEME}: add that option, or "
                 f"leave this one out"
             )
-    for name in ("attention_backend", "prefill_attention_backend", "decode_attention_backend", "radix_cache_backend"):
+    for name in SCHEME_CHOICES:
         if getattr(server_args, name) == SCHEME:
             raise OptionError(
                 f"{flag_of(name)} {SCHEME} works only as a part of --kv-compress {SCHEME}: use that option, it sets this one"
@@ -244,6 +274,13 @@ def _whole_number(server_args: Any, field: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise OptionError(f"{flag_of(field)} {value!r} is not a whole number: give a number of tokens, for example 128")
     return value
+
+
+def _number(server_args: Any, field: str) -> float:
+    value = getattr(server_args, field)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        raise OptionError(f"{flag_of(field)} {value!r} is not a number: give a share of the arena, for example 0.8")
+    return float(value)
 
 
 def _text_or_none(value: str | int | None) -> str | None:

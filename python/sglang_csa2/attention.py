@@ -73,7 +73,7 @@ class Csa2AttentionBackend(AttentionBackend):
         depth = torch.arange(pages.shape[1]) * store.page_size
         owner, column = torch.nonzero(depth[None, :] < lengths[:, None], as_tuple=True)
         readers = store.samples.readers(forward_batch.req_pool_indices, forward_batch.rids)
-        store.touch(pages[owner, column], readers[owner])
+        store.touch(pages[owner, column], readers[owner], column)
         store.facts.first[pages[:, : store.protected_pages]] = True
         decoding = forward_batch.forward_mode.is_decode()
         new = torch.ones_like(lengths) if decoding else forward_batch.extend_seq_lens.long()

@@ -8,7 +8,6 @@ from csa2.calibrate.artefact import check_model, load
 from csa2.codec.assembly import HeadCalibration
 from csa2.codec.channels import Rotation
 from csa2.errors import CalibrationError
-from csa2.formats import MERGE
 from csa2.options import CacheOptions
 from sgl_kernels.page_layout import PageGeometry
 
@@ -37,7 +36,7 @@ def head_calibration(
         CalibrationError: the calibration has other layers, heads, channels or rotary pairs than the model.
     """
     if options.calibration is None:
-        if options.old_page_format in MERGE:
+        if options.reduced_formats:
             logger.warning(
                 "csa2: no --csa2-calibration, so --csa2-ratio %s keeps the slowest rotary pairs of each key and gives "
                 "every head the same bytes; `csa2 calibrate` finds what loses several times less",

@@ -65,7 +65,17 @@ def _stats(scheduler: Any, _payload: dict[str, Any]) -> Any:
     return read_stats(scheduler)
 
 
-OPERATIONS: dict[str, Operation] = {"stats": _stats}
+def _set_ratio(scheduler: Any, payload: dict[str, Any]) -> Any:
+    """{"ratio": number from 1 to 8, or None to follow memory} -> what holds now."""
+    ratio = scheduler.csa2_steward.ratio
+    try:
+        ratio.set(payload["ratio"])
+    except OptionError as error:
+        raise OperationError(str(error), HTTPStatus.CONFLICT) from error
+    return {"ratio": ratio.controller.target, "automatic": ratio.controller.is_automatic}
+
+
+OPERATIONS: dict[str, Operation] = {"stats": _stats, "ratio": _set_ratio}
 
 
 def install() -> None:

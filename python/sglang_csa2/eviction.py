@@ -45,25 +45,22 @@ class PageEvictor:
         self._cache, self._store = cache, store
         self._core = cache.tree_core
 
-    def evict(self, wanted: Tensor, evict_leaf: Callable[[int], None], *, private_only: bool = False) -> None:
+    def evict(self, wanted: Tensor, evict_leaf: Callable[[int], None]) -> None:
         """Evict whole pages from the ends of branches that no running request reads, until enough went or none is left.
 
         Args:
             wanted: (virtual pages,) float64 share of what is wanted that each page gives; enough is 1.
             evict_leaf: evicts the leaf with this id.
-            private_only: leave pages alone that two requests or more have used.
         """
         page_size, facts = self._store.page_size, self._store.facts
         values = eviction_values(facts, self._store.turnover)
         rank = facts.priority
-        shared = facts.shared if private_only else torch.zeros_like(facts.pinned)
         heap: list[tuple[int, float, int, Any]] = []
 
         def push(node: Any) -> None:
             page = int(self._slots(node)[-1]) // page_size
-            if not shared[page]:
-                # Ids of nodes follow from the order of events: equal on all ranks, unlike the order of a set.
-                heapq.heappush(heap, (int(rank[page]), float(values[page]), node.id, node))
+            # Ids of nodes follow from the order of events: equal on all ranks, unlike the order of a set.
+            heapq.heappush(heap, (int(rank[page]), float(values[page]), node.id, node))
 
         for node in self._core.evictable_device_leaves:
             push(node)
@@ -71,7 +68,7 @@ class PageEvictor:
         while heap and missing > ENOUGH:
             *_, node = heapq.heappop(heap)
             pages = (self._slots(node)[::page_size] // page_size).flip(0)
-            goes = ~shared[pages]
+            goes = torch.ones_like(pages, dtype=torch.bool)
             if heap:
                 low, value = heap[0][:2]
                 goes &= (rank[pages] < low) | ((rank[pages] == low) & (values[pages] <= value))

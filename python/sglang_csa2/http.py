@@ -1,10 +1,18 @@
 """HTTP routes of the compressed cache, on SGLang's own app."""
 
+import json
+from http import HTTPStatus
 from typing import Any
 
+from starlette.requests import Request
 from starlette.responses import Response
 
+from csa2.errors import Csa2Error, OptionError
+
 STATS_PATH = "/csa2/stats"
+RATIO_PATH = "/csa2/ratio"
+MAX_BODY_BYTES = 4096
+"""Of a control request: none says more."""
 
 
 def before_setup_and_run_http_server(*_args: Any, **_kwargs: Any) -> None:
@@ -20,18 +28,63 @@ def before_setup_and_run_http_server(*_args: Any, **_kwargs: Any) -> None:
 def add_routes(app: Any) -> None:
     """Add the routes to the FastAPI `app`; idempotent.
 
-    They carry no auth level, so --api-key protects them as it protects /server_info.
+    Reading carries no auth level, so --api-key protects it as it protects /server_info. What changes the server is
+    protected as SGLang's own admin routes are: by --admin-api-key or, without one, by --api-key.
     """
+    from sglang.srt.utils.auth import AuthLevel, auth_level
+
     if any(getattr(route, "path", None) == STATS_PATH for route in app.routes):
         return
     # UPSTREAM(sglang 0.5.23: not through an APIRouter. With FastAPI 0.165 its auth and request metrics take each route
     # of an included router for one without auth level or path). The app brings SGLang's ORJSONRoute along.
     app.add_api_route(STATS_PATH, get_stats, methods=["GET"])
+    app.add_api_route(RATIO_PATH, auth_level(AuthLevel.ADMIN_OPTIONAL)(post_ratio), methods=["POST"])
 
 
 async def get_stats() -> Response:
     """One reading of the cache, taken between two batches."""
     return await _reply("stats")
+
+
+async def post_ratio(request: Request) -> Response:
+    """Set the ratio of old private pages: {"ratio": 1 to 8, or "auto"}."""
+    from sglang_csa2.request_options import check_ratio
+
+    try:
+        body = await _json_body(request, {"ratio"})
+        ratio = None if body["ratio"] == "auto" else check_ratio(body["ratio"], "ratio")
+    except OptionError as error:
+        return _error(str(error), HTTPStatus.BAD_REQUEST)
+    except _BodyTooLargeError as error:
+        return _error(str(error), HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+    return await _reply("ratio", {"ratio": ratio})
+
+
+class _BodyTooLargeError(Csa2Error):
+    pass
+
+
+async def _json_body(request: Request, keys: set[str]) -> dict[str, Any]:
+    """The JSON object in the body, which has these `keys`. No more than `MAX_BODY_BYTES` are read."""
+    body = b""
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY_BYTES:
+            raise _BodyTooLargeError(f"the body is larger than {MAX_BODY_BYTES} bytes")
+    try:
+        data = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise OptionError(f"the body is not JSON ({error})") from error
+    if not isinstance(data, dict) or set(data) != keys:
+        raise OptionError(f"the body is not a JSON object with the keys {', '.join(sorted(keys))} and no others")
+    return data
+
+
+def _error(message: str, status: int) -> Response:
+    from sglang.srt.utils.json_response import orjson_response
+
+    response: Response = orjson_response({"error": {"message": message}}, int(status))
+    return response
 
 
 async def _reply(op: str, payload: dict[str, Any] | None = None) -> Response:

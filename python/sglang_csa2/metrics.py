@@ -13,6 +13,8 @@ GAUGES = {
     "logical_tokens": "Token slots of the pages in use.",
     "capacity_tokens": "Token slots that the scheduler may hand out.",
     "compression_ratio": "Bytes of the pages in use in bf16 over the bytes used; 1 when the cache is empty.",
+    "target_ratio": "How much smaller than 4-bit pages old private pages are to be.",
+    "live_bytes": "Bytes of the pages that are read now, that several requests have used, or that are pinned.",
     "metadata_fraction": "Share of scales and means in the bytes used.",
 }
 COUNTERS = {

@@ -13,12 +13,12 @@ from typing import Any, get_args, get_type_hints
 import msgspec
 from sglang.srt.arg_groups.arg_utils import Arg
 
-from csa2.options import SERVED_IMPLS, SERVED_RATIOS
+from csa2.options import SERVED_IMPLS
 from sglang_csa2.args import CONFIG_NAMESPACE, SCHEME, Csa2ServerArgs, flag_of
 from sglang_csa2.refusals import MODELS, OPTIONS, Refusal
 from sglang_csa2.resolve import FORCED, Forced
 
-SERVED = {"csa2_ratio": SERVED_RATIOS, "csa2_impl": SERVED_IMPLS}
+SERVED = {"csa2_impl": SERVED_IMPLS}
 """Options of which this version serves only some of the choices."""
 
 HEAD = f"""# Options

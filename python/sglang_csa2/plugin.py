@@ -118,6 +118,8 @@ def _register_arguments() -> None:
     HookRegistry.register("sglang.srt.server_args.ServerArgs", Csa2ServerArgs, HookType.REPLACE)
     if SCHEME not in choices.ATTENTION_BACKEND_CHOICES:
         choices.add_attention_backend_choices([SCHEME])
+    if SCHEME not in choices.RADIX_EVICTION_POLICY_CHOICES:
+        choices.add_radix_eviction_policy_choices([SCHEME])
     resolve.register()
     engine = sys.modules.get(ENGINE_MODULE)
     if engine is not None:
@@ -155,13 +157,14 @@ def _make_radix_cache(context: Any) -> Any:
 
 
 def _scheduler_hooks() -> tuple[Hook, ...]:
-    from sglang_csa2 import decode_log, memory, scheduler
+    from sglang_csa2 import decode_log, memory, request_options, scheduler
 
     of_scheduler = f"{SCHEDULER_MODULE}.Scheduler."
     of_platform = "sglang.srt.platforms.interface.SRTPlatform."
     return (
         Hook(f"{of_scheduler}__init__", scheduler.after_scheduler_init, "AFTER"),
         Hook(f"{of_scheduler}init_request_dispatcher", scheduler.after_init_request_dispatcher, "AFTER"),
+        Hook(f"{of_scheduler}_add_request_to_queue", request_options.before_add_request_to_queue, "BEFORE"),
         Hook(f"{of_scheduler}run_batch", scheduler.before_run_batch, "BEFORE"),
         Hook(f"{of_scheduler}process_batch_result", scheduler.around_process_batch_result, "AROUND"),
         Hook(f"{of_platform}get_kv_pool_cls", memory.around_get_kv_pool_cls, "AROUND"),

@@ -44,11 +44,11 @@ class Csa2RadixCache(UnifiedRadixCache):
         """Whether the policy is ours; otherwise SGLang evicts leaves by its own."""
         return self._evictor is not None
 
-    def evict_bytes(self, num_bytes: int, *, private_only: bool) -> int:
+    def evict_bytes(self, num_bytes: int) -> int:
         """Evict pages of at least `num_bytes` in the arena; the tokens that went. Needs `evicts_pages`."""
         sizes = torch.tensor(self.store.ladder.page_bytes, dtype=torch.float64)
         tracker = dict.fromkeys(self.tree_components, 0)
-        self._evict_pages(sizes[self.store.arena.formats.long()] / num_bytes, tracker, private_only=private_only)
+        self._evict_pages(sizes[self.store.arena.formats.long()] / num_bytes, tracker)
         self.evicted_tokens_total += tracker[ComponentType.FULL]
         return tracker[ComponentType.FULL]
 
@@ -59,6 +59,14 @@ class Csa2RadixCache(UnifiedRadixCache):
             slots = self.path_device_indices(result.last_device_node)
             self.store.share(slots[params.prev_prefix_len : result.prefix_len : self.page_size] // self.page_size)
         return result
+
+    def checkpoint_into_tree(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
+        """Insert the tokens of a request, and note its priority where its pages are."""
+        super().checkpoint_into_tree(req, up_to=up_to, **kwargs)
+        if req.priority:
+            row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, : up_to // self.page_size * self.page_size]
+            pages = row[:: self.page_size].long() // self.page_size
+            self.store.facts.priority[pages] = self.store.facts.priority[pages].clamp(min=int(req.priority))
 
     def _evict_components(
         self,
@@ -81,9 +89,9 @@ class Csa2RadixCache(UnifiedRadixCache):
         share = self.page_size / request_by_type[ComponentType.FULL]
         self._evict_pages(torch.full((self.store.arena.formats.numel(),), share, dtype=torch.float64), tracker)
 
-    def _evict_pages(self, wanted: Tensor, tracker: dict[ComponentType, int], *, private_only: bool = False) -> None:
+    def _evict_pages(self, wanted: Tensor, tracker: dict[ComponentType, int]) -> None:
         assert self._evictor is not None
-        self._evictor.evict(wanted, lambda node_id: self._evict_device_leaf(node_id, tracker), private_only=private_only)
+        self._evictor.evict(wanted, lambda node_id: self._evict_device_leaf(node_id, tracker))
 
     def _counted(self, result: EvictResult) -> EvictResult:
         self.evicted_tokens_total += result.num_tokens_evicted

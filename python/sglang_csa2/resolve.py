@@ -85,6 +85,8 @@ def early(server_args: Any, previous: Step) -> None:
         refusals.check_options(config)
         _check_forced(config)
         values = {f.field: f.value for f in FORCED if getattr(config, f.field) not in f.also}
+        if config.radix_eviction_policy == "lru" and not config._radix_eviction_policy_explicitly_set:
+            values["radix_eviction_policy"] = SCHEME
         declare_resolution(server_args, SOURCE, **values)
     previous(server_args)
 

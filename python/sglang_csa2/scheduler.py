@@ -13,10 +13,13 @@ import torch
 from torch import Tensor
 
 from csa2.errors import IntegrityError
+from csa2.facts import NO_CAP, Usage
 from csa2.options import CacheOptions
 from csa2.store import PageStore
+from csa2.tail_ratio import TailRatio
 from sglang_csa2.budget import BytePrefillAdder
 from sglang_csa2.pool import store_of
+from sglang_csa2.request_options import CAP
 
 logger = logging.getLogger(__name__)
 
@@ -57,24 +60,29 @@ class CacheSteward:
         self.req_to_token: Tensor = scheduler.req_to_token_pool.req_to_token
         self.prefix_hit_tokens_total = 0
         self.prompt_tokens_total = 0
+        self.ratio = TailRatio(self.store, options, self.usage)
         self._next_scan = COLD_SCAN_INTERVAL
-        scheduler.token_to_kv_pool_allocator.hot_pages = self.hot_pages
+        scheduler.token_to_kv_pool_allocator.usage = self.usage
         scheduler.token_to_kv_pool_allocator.tree_cache = scheduler.tree_cache
 
-    def hot_pages(self) -> Tensor:
-        """Pages in the newest `hot_tokens` of every request that holds KV now, and beyond them up to what is allocated."""
-        rows, first, last = [], [], []
-        for req in self._active_requests():
-            rows.append(req.kv.req_pool_idx)
-            first.append(max(0, req.kv.kv_committed_len - self.options.hot_tokens) // self.store.page_size)
-            last.append(-(-req.kv.kv_allocated_len // self.store.page_size))
-        if not rows:
-            return torch.empty(0, dtype=torch.int64)
-        begin, end = torch.tensor(first), torch.tensor(last)
-        depth = begin[:, None] + torch.arange(int((end - begin).max()))[None, :]
+    def usage(self) -> Usage:
+        """What the requests that hold KV now read: all their pages, and which of them lie in their windows."""
+        num_pages = self.store.facts.hits.numel()
+        active = list(self._active_requests())
+        if not active:
+            return Usage.nobody(num_pages)
+        page_size = self.store.page_size
+        rows = torch.tensor([req.kv.req_pool_idx for req in active])
+        lengths = torch.tensor([req.kv.kv_committed_len for req in active])
+        end = torch.tensor([-(-req.kv.kv_allocated_len // page_size) for req in active])
+        depth = torch.arange(int(end.max()))[None, :]
         owner, column = torch.nonzero(depth < end[:, None], as_tuple=True)
-        slots = self.req_to_token[torch.tensor(rows)[owner], depth[owner, column] * self.store.page_size]
-        return slots.long() // self.store.page_size
+        pages = self.req_to_token[rows[owner], column * page_size].long() // page_size
+        hot, warm = (
+            column >= torch.div(lengths - window, page_size, rounding_mode="floor")[owner]
+            for window in (self.options.hot_tokens, self.options.warm_tokens)
+        )
+        return Usage.of(pages, hot, warm, num_pages)
 
     def note_admissions(self, batch: Any) -> None:
         """Count what requests that start in this batch found in the tree."""
@@ -87,7 +95,7 @@ class CacheSteward:
             if prefix:
                 self.prefix_hit_tokens_total += prefix
                 slots = self.req_to_token[req.kv.req_pool_idx, : prefix : self.store.page_size]
-                self.store.facts.hits[slots.long() // self.store.page_size] += 1
+                self.store.share(slots.long() // self.store.page_size)
 
     def leaving_pages(self, batch: Any) -> LeavingPages:
         """Pages behind the windows of the requests in `batch`, asked before its result is processed.
@@ -101,33 +109,51 @@ class CacheSteward:
             return NO_PAGES
         rows = torch.tensor([req.kv.req_pool_idx for req in held], dtype=torch.int64)
         lengths = torch.tensor([req.kv.kv_committed_len for req in held], dtype=torch.int64)
-        return LeavingPages(
-            self._pages_behind(rows, lengths - self.options.hot_tokens, is_decode),
-            self._pages_behind(rows, lengths - self.options.warm_tokens, is_decode),
-        )
+        owner, column, pages = self._pages_behind(rows, lengths - self.options.hot_tokens, is_decode)
+        self._note_origin(held, owner, column, pages)
+        return LeavingPages(pages, self._pages_behind(rows, lengths - self.options.warm_tokens, is_decode)[2])
 
     def _page_leaves(self, length: int) -> bool:
         """Whether a page of a request of `length` tokens left a window in one of its last decode steps."""
         windows = (self.options.hot_tokens, self.options.warm_tokens)
         return any((length - window) % self.store.page_size < LATE_STEPS for window in windows)
 
-    def _pages_behind(self, rows: Tensor, lengths: Tensor, is_decode: bool) -> Tensor:
-        """Whole pages below `lengths` (B,) tokens of the requests in `rows` (B,) of the request table."""
+    def _pages_behind(self, rows: Tensor, lengths: Tensor, is_decode: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Whole pages below `lengths` (B,) tokens of the requests in `rows` (B,) of the request table.
+
+        Returns:
+            (n,) int64 each: the request, counted in the batch, the place in its sequence, and the page.
+        """
         limit = torch.div(lengths, self.store.page_size, rounding_mode="floor").clamp_(min=0)
         deepest = int(limit.max()) if limit.numel() else 0
         # In decode one page can have left the window since `LATE_STEPS` before; two columns cover a step seen late.
         columns = limit[:, None] - 1 - torch.arange(min(deepest, 2) if is_decode else deepest)[None, :]
-        owner, column = torch.nonzero(columns >= 0, as_tuple=True)
-        slots = self.req_to_token[rows[owner], columns[owner, column] * self.store.page_size]
-        return slots.long() // self.store.page_size
+        owner, index = torch.nonzero(columns >= 0, as_tuple=True)
+        column = columns[owner, index]
+        slots = self.req_to_token[rows[owner], column * self.store.page_size]
+        return owner, column, slots.long() // self.store.page_size
+
+    def _note_origin(self, held: list[Any], owner: Tensor, column: Tensor, pages: Tensor) -> None:
+        """Note which of `pages` (n,) of the requests `held` hold a prompt, and how far their own request lets them go."""
+        if pages.numel() == 0:
+            return
+        facts, page_size = self.store.facts, self.store.page_size
+        prompt_pages = torch.tensor([len(req.origin_input_ids) // page_size for req in held])
+        facts.prompt[pages[column < prompt_pages[owner]]] = True
+        caps = [getattr(req, CAP, NO_CAP) for req in held]
+        if any(cap != NO_CAP for cap in caps):
+            own = facts.hits[pages] == 0
+            facts.cap[pages[own]] = torch.tensor(caps, dtype=torch.int8)[owner[own]]
 
     def seal(self, leaving: LeavingPages) -> None:
         """Seal those of `leaving` that are still mapped and full, and now and then what has got cold."""
-        if leaving.hot_window.numel():
-            self.store.seal(leaving.hot_window, leaving.warm_window)
+        pages = leaving.hot_window
+        if pages.numel():
+            self.store.seal(pages, leaving.warm_window, roomy=self.ratio.is_roomy(pages))
         if self.store.clock >= self._next_scan:
             self._next_scan = self.store.clock + COLD_SCAN_INTERVAL
-            self.store.seal(self.store.cold_pages(COLD_FORWARD_PASSES))
+            cold = self.store.cold_pages(COLD_FORWARD_PASSES)
+            self.store.seal(cold, roomy=self.ratio.is_roomy(cold))
 
     def _active_requests(self) -> Iterable[Any]:
         scheduler = self.scheduler
@@ -212,4 +238,6 @@ def around_process_batch_result(orig: Callable[..., Any], self: Any, batch: Any,
     pages = steward.leaving_pages(batch)
     result = orig(self, batch, *args, **kwargs)
     steward.seal(pages)
+    if batch.forward_mode.is_decode():
+        steward.ratio.after_tokens(len(batch.reqs))
     return result

@@ -21,7 +21,7 @@ def read_stats(scheduler: Any) -> CacheStats:
     metadata = sum(n * layout.metadata_bytes for n, layout in zip(arena.counts, ladder.layouts, strict=True))
     mapped = store.mapped_pages
     implementation = resolve_impl(steward.options.impl, steward.options.rope)
-    options: dict[str, str | int | None] = msgspec.to_builtins(steward.options)
+    options: dict[str, str | int | float | None] = msgspec.to_builtins(steward.options)
     return CacheStats(
         arena_bytes=arena.plan.arena_bytes,
         used_bytes=used,
@@ -31,6 +31,8 @@ def read_stats(scheduler: Any) -> CacheStats:
         logical_tokens=mapped * store.page_size,
         capacity_tokens=scheduler.token_to_kv_pool_allocator.size,
         compression_ratio=mapped * ladder.page_bytes[PLAIN] / used if used else 1.0,
+        target_ratio=steward.ratio.controller.target,
+        live_bytes=store.live_bytes(steward.usage()),
         metadata_fraction=metadata / used if used else 0.0,
         demotions_total=dict(store.demotions_total),
         compactions_total=arena.moved_pages_total,

@@ -48,7 +48,7 @@ def column_lines(matrix: Tensor) -> Tensor:
 
 
 def basis_tables(bases: CodecBases) -> tuple[Tensor, Tensor]:
-    """The lines of the flat basis, and (L x G, ...) those of the reduced bases, empty if there are none."""
+    """The lines of the flat basis, and (sets x L x G, ...) those of the reduced bases, empty if there are none."""
     reduced = torch.empty(0) if bases.reduced is None else column_lines(bases.reduced)
     return column_lines(bases.flat), reduced
 
@@ -61,10 +61,10 @@ def _piece(layout: PageLayout, layer: int, head: int, stride: int) -> list[int]:
         row = [BASES["model"], g.page_size, keys, keys + size // 2, -1, -1, -1, -1, -1, CODES["plain"], 0, 0, g.head_dim]
         return row + [0] * (FIELDS - len(row))
     index = layer * g.num_kv_heads + head
-    return _coded(layout.heads[index], layout.piece_offsets[index], index * stride)
+    return _coded(layout.heads[index], layout.piece_offsets[index], layout.first_basis + index, stride)
 
 
-def _coded(head: HeadLayout, start: int, columns: int) -> list[int]:
+def _coded(head: HeadLayout, start: int, basis: int, stride: int) -> list[int]:
     classes = head.key_classes
     if len(classes) > MAX_CLASSES:
         raise ValueError(f"{len(classes)} key classes: the compiled kernels take up to {MAX_CLASSES}")
@@ -75,9 +75,10 @@ def _coded(head: HeadLayout, start: int, columns: int) -> list[int]:
     parts = [at[name] for name in ("k_codes0", "v_codes", "k_scales", "v_scales", "k_mean", "v_mean")]
     parts.append(at["bias"] if head.merged else -1)
     row = [BASES[head.basis], head.entries, *parts, CODES[head.value_kind], int(head.channel_scales)]
-    row += [columns if head.basis == "reduced" else 0, head.key_channels, len(classes)]
+    row += [basis * stride if head.basis == "reduced" else 0, head.key_channels, len(classes)]
     none = [0] * (MAX_CLASSES - len(classes))
     row += [CODES[c.kind] for c in classes] + none
     row += [c.channels for c in classes] + none
     row += [at[f"k_codes{i}"] for i in range(len(classes))] + none
+    row.append(basis if head.basis == "reduced" else 0)
     return row + [0] * (FIELDS - len(row))

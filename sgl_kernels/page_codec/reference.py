@@ -34,7 +34,8 @@ class CodecBases:
     flat: Tensor
     """(D, D) fp32, symmetric and orthonormal."""
     reduced: Tensor | None = None
-    """(L x G, D, C) fp32 with orthonormal columns; a head that keeps fewer than C channels uses its first ones."""
+    """(sets x L x G, D, C) fp32 with orthonormal columns, one set or more of all heads, see `PageLayout.basis_set`; a head
+    that keeps fewer than C channels uses its first ones."""
     rope: Rope | None = None
     """Rotation of the keys; needed by layouts that separate it from them."""
 
@@ -83,7 +84,7 @@ def seal_pages(entries: Entries, layout: PageLayout, bases: CodecBases, weight: 
         chosen, kept = torch.tensor(indices, device=keys.device), slice(head.entries)
         piece = torch.zeros(n, chosen.numel(), head.piece_bytes, dtype=torch.uint8, device=keys.device)
         share = _shares(weight[:, chosen, kept] if weight is not None else torch.zeros_like(keys[:, chosen, kept, 0]))
-        _put_keys(piece, keys[:, chosen, kept], head, bases, chosen, share)
+        _put_keys(piece, keys[:, chosen, kept], head, bases, layout.first_basis + chosen, share)
         _put_values(piece, values[:, chosen, kept] @ bases.flat, head, share)
         if head.merged:
             if entries.bias is None:
@@ -118,14 +119,14 @@ def _open_layer(block: Tensor, layout: PageLayout, layer: int, bases: CodecBases
     separated."""
     g = layout.geometry.num_kv_heads
     first = layer * g
-    start = layout.piece_offsets[first]
+    start, row = layout.piece_offsets[first], layout.first_basis + first
     heads = layout.layer_heads(layer)
     if all(head == heads[0] for head in heads):
-        return _open_pieces(block.view(-1, g, heads[0].piece_bytes), heads[0], bases, slice(first, first + g))
+        return _open_pieces(block.view(-1, g, heads[0].piece_bytes), heads[0], bases, slice(row, row + g))
     opened = []
     for i, head in enumerate(heads):
         piece = block[:, layout.piece_offsets[first + i] - start : layout.piece_offsets[first + i + 1] - start]
-        opened.append(_open_pieces(piece[:, None], head, bases, slice(first + i, first + i + 1)))
+        opened.append(_open_pieces(piece[:, None], head, bases, slice(row + i, row + i + 1)))
     return side_by_side(opened)
 
 

@@ -31,6 +31,9 @@ ALL_OPTIONS = {
     "csa2_kv_format": "int4",
     "csa2_key_scale": "channel",
     "csa2_protect_tokens": 128,
+    "csa2_high_watermark": 0.9,
+    "csa2_low_watermark": 0.5,
+    "csa2_adjust_interval": 32,
     "csa2_calibration": "calibration",
     "csa2_rope": "separated",
     "csa2_impl": "reference",
@@ -150,7 +153,7 @@ def test_wrong_choice_is_an_argparse_error(argv, llama, capsys):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--csa2-ratio", "auto"], "--csa2-ratio auto is not available in this version"),
+        (["--csa2-low-watermark", "0.9"], "--csa2-low-watermark 0.9 and --csa2-high-watermark 0.8 do not fit"),
         (["--csa2-ratio", "4", "--csa2-tail-format", "fp8"], "--csa2-tail-format fp8 and --csa2-ratio 4 both say"),
         (["--csa2-protect-tokens", "-64"], "--csa2-protect-tokens -64 is out of range"),
         (["--csa2-impl", "cuda"], "--csa2-impl cuda is not available in this version"),

@@ -34,6 +34,8 @@ def make_stats(**changes: Any) -> CacheStats:
         "evicted_tokens_total": 0,
         "prefix_hit_tokens_total": 12,
         "prompt_tokens_total": 100,
+        "target_ratio": 1.0,
+        "live_bytes": 512,
         "identity_basis_layers": [],
         "weight_copy_bytes": 0,
         "options": {"ratio": "1", "arena_size": None},

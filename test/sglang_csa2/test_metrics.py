@@ -31,6 +31,8 @@ def make_stats(**changes: Any) -> CacheStats:
         "evicted_tokens_total": 0,
         "prefix_hit_tokens_total": 0,
         "prompt_tokens_total": 0,
+        "target_ratio": 1.0,
+        "live_bytes": 512,
         "identity_basis_layers": [],
         "weight_copy_bytes": 0,
         "options": {},

@@ -11,7 +11,7 @@ namespace csa2 {
 struct BasisRows {
   const float* flat;  // (D, D), symmetric and orthonormal
   bool hadamard;      // whether it is Sylvester's matrix, so that additions do
-  const float *reduced, *reduced_t;  // (L x G, D, C) and (L x G, C, D), or null
+  const float *reduced, *reduced_t;  // (sets x L x G, D, C) and (sets x L x G, C, D), or null
   int64_t reduced_channels;
 };
 
@@ -118,7 +118,7 @@ inline void plain_rows(const uint8_t* from, Dtype dtype, int entries, int d, int
 }
 
 // Keys of a coded piece as columns in the model's own basis. `spare` holds (pad + 16, 16) twice.
-inline void coded_keys(const HeadPiece& piece, const uint8_t* base, int head, int d, int pad, const BasisRows& bases,
+inline void coded_keys(const HeadPiece& piece, const uint8_t* base, int d, int pad, const BasisRows& bases,
                        float* spare, float* columns) {
   const int entries = static_cast<int>(piece.entries), channels = static_cast<int>(piece.channels);
   float mean[256];
@@ -133,7 +133,7 @@ inline void coded_keys(const HeadPiece& piece, const uint8_t* base, int head, in
     }
     const float* x = spare;
     if (piece.basis == kReduced) {
-      const float* rows = bases.reduced + static_cast<int64_t>(head) * d * bases.reduced_channels;
+      const float* rows = bases.reduced + piece.basis_row * d * bases.reduced_channels;
       times_columns(rows, bases.reduced_channels, d, channels, spare, wide);
       x = wide;
     }

@@ -26,7 +26,8 @@ struct HeadPiece {
   int64_t class_kind[kMaxClasses];
   int64_t class_channels[kMaxClasses];
   int64_t class_offset[kMaxClasses];  // of the codes of a class, from the start of the page
-  int64_t reserved[2];
+  int64_t basis_row;  // of a reduced head: which of the reduced bases is its own
+  int64_t reserved;
 };
 static_assert(sizeof(HeadPiece) == kPieceFields * sizeof(int64_t));
 

@@ -88,7 +88,7 @@ class Sealer {
       coded_values(piece, base, d_, pad_, bases_, work_.spare, work_.values, work_.columns);
       to_rows(work_.columns, padded, pad_, work_.values);
       make_finite(work_.values, size);
-      coded_keys(piece, base, head_, d_, pad_, bases_, work_.spare, work_.columns);
+      coded_keys(piece, base, d_, pad_, bases_, work_.spare, work_.columns);
       make_finite(work_.columns, size);
       if (key_rows) to_rows(work_.columns, padded, pad_, work_.keys);
     }
@@ -178,7 +178,7 @@ class Sealer {
       float* rows = work_.columns + static_cast<int64_t>(b) * pad_ * kLanes;
       const int valid = entries_ - b * kLanes;
       if (piece.basis == kReduced) {
-        const float* matrix = bases_.reduced_t + head_ * bases_.reduced_channels * d_;
+        const float* matrix = bases_.reduced_t + piece.basis_row * bases_.reduced_channels * d_;
         times_columns(matrix, d_, static_cast<int>(piece.channels), d_, rows, work_.spare);
         rows = work_.spare;
       }
