@@ -49,6 +49,7 @@ PARAMETERS = {
         "plugins.hook_registry.HookRegistry.apply_hooks": (),
         "plugins.hook_registry.HookSource": ("plugin_name", "dist_name"),
         "arg_groups.choices.add_attention_backend_choices": ("iterable",),
+        "arg_groups.choices.add_radix_eviction_policy_choices": ("iterable",),
         "layers.attention.attention_registry.register_attention_backend": ("name",),
         "mem_cache.registry.register_radix_cache_backend": ("name", "factory"),
         "mem_cache.registry.get_radix_cache_factory": ("name",),
@@ -72,7 +73,19 @@ PARAMETERS = {
     "pool": {"mem_cache.memory_pool.unwrap_write_loc": ()},
     "attention": {"mem_cache.memory_pool.KVWriteLoc": ("loc", "swa_loc")},
     "allocator": {"utils.get_num_new_pages": ("seq_lens", "page_size", "prefix_lens", "decode")},
-    "radix": {"mem_cache.registry.create_unified_radix_cache": ("ctx", "cache_class")},
+    "radix": {
+        "mem_cache.registry.create_unified_radix_cache": ("ctx", "cache_class"),
+        "mem_cache.unified_radix_cache.UnifiedRadixCache._evict_device_leaf": ("self", "node_id", "tracker"),
+        "mem_cache.unified_radix_cache.UnifiedRadixCache.path_device_indices": ("self", "node"),
+    },
+    "eviction": {
+        "mem_cache.unified_cache.unified_tree_core.UnifiedTreeCore._split_node": ("self", "key", "child", "split_len"),
+        "mem_cache.unified_radix_cache.UnifiedRadixCache._apply_cache_actions": ("self", "actions"),
+    },
+    "request_options": {
+        "managers.scheduler.Scheduler._add_request_to_queue": ("self", "req"),
+        "managers.schedule_batch.Req.set_finish_with_abort": ("self", "error_msg"),
+    },
     "control": {"managers.io_struct.hook_custom_types": ()},
     "cpu_ops": {
         "sglang.kernels.fused_op.BaseFusedOp.register_oot_forward": ("op_cls", "fn", "platform_key"),
@@ -94,6 +107,7 @@ PARAMETERS = {
     },
     "http": {
         "entrypoints.http_server.get_global_state": (),
+        "utils.auth.auth_level": ("level",),
         "utils.json_response.orjson_response": ("content", "status_code"),
     },
 }
@@ -125,7 +139,7 @@ ATTRIBUTES = {
             "token_to_kv_pool_allocator", "tp_worker", "tree_cache",
         ),
         "managers.schedule_batch.ScheduleBatch": ("forward_mode", "prefix_lens", "reqs"),
-        "managers.schedule_batch.Req": ("finished", "kv", "origin_input_ids"),
+        "managers.schedule_batch.Req": ("finished", "kv", "origin_input_ids", "priority", "sampling_params"),
         "managers.schedule_batch.ReqKvInfo": ("kv_allocated_len", "kv_committed_len", "req_pool_idx"),
         "mem_cache.memory_pool.ReqToTokenPool": ("req_to_token",),
     },
@@ -148,7 +162,23 @@ ATTRIBUTES = {
     "radix": {
         "mem_cache.base_prefix_cache.EvictParams": ("num_tokens",),
         "mem_cache.base_prefix_cache.EvictResult": ("num_tokens_evicted",),
-        "mem_cache.unified_radix_cache.UnifiedRadixCache": ("evictable_size", "supports_prefix_sharing"),
+        "mem_cache.base_prefix_cache.InsertParams": ("prev_prefix_len",),
+        "mem_cache.base_prefix_cache.InsertResult": ("last_device_node", "prefix_len"),
+        "mem_cache.cache_init_params.CacheInitParams": (
+            "disable", "eviction_policy", "token_to_kv_pool_allocator", "tree_core_backend",
+        ),
+        "mem_cache.unified_radix_cache.UnifiedRadixCache": (
+            "disable", "evictable_size", "page_size", "req_to_token_pool", "supports_prefix_sharing", "tree_components",
+            "tree_core",
+        ),
+    },
+    "eviction": {
+        "mem_cache.evict_policy.EvictionStrategy": ("get_priority",),
+        "mem_cache.unified_cache.component_type.ComponentType": ("FULL",),
+        "mem_cache.unified_cache.unified_tree_core.UnifiedTreeCore": ("evictable_device_leaves",),
+        "mem_cache.unified_cache.unified_tree_core.UnifiedTreeNode": (
+            "component_data", "id", "key", "last_access_time", "parent", "priority",
+        ),
     },
     "attention": {
         "model_executor.forward_batch_info.ForwardBatch": (
@@ -215,7 +245,10 @@ SUBCLASSES = {
         ("available_chunk_tokens", "can_allocate_prefill", "check_prefill", "fit_chunk", "remaining_current",
          "remaining_total", "reserve"),
     ),
-    Csa2RadixCache: (UnifiedRadixCache, ("evict", "evict_for_alloc")),
+    Csa2RadixCache: (
+        UnifiedRadixCache,
+        ("_evict_components", "checkpoint_into_tree", "evict", "evict_for_alloc", "insert"),
+    ),
     Csa2AttentionBackend: (
         AttentionBackend,
         ("forward_decode", "forward_extend", "init_forward_metadata", "support_triton"),
@@ -339,6 +372,19 @@ def test_options_we_force_and_refuse_are_fields():
 def test_records_keep_bookkeeping_and_fields_of_a_subclass():
     fields = msgspec.structs.fields(find(f"{SRT}server_args.ServerArgs", "args"))
     assert fields[0].name == "model_path", "the positional order of ServerArgs changed"
+
+
+def test_eviction_policies_are_looked_up_by_name():
+    factories = find(f"{SRT}mem_cache.utils._EVICTION_POLICY_FACTORIES", "eviction")
+    source = inspect.getsource(find(f"{SRT}mem_cache.utils.get_eviction_strategy", "eviction"))
+    assert {"lru", "lfu", "slru", "priority", "tlru"} <= set(factories)
+    assert "_EVICTION_POLICY_FACTORIES[" in source
+
+
+def test_an_explicit_eviction_policy_can_be_told_from_the_default():
+    fields = {field.name: field.default for field in msgspec.structs.fields(find(f"{SRT}server_args.ServerArgs", "resolve"))}
+    assert fields["radix_eviction_policy"] == "lru"
+    assert fields["_radix_eviction_policy_explicitly_set"] is False
 
 
 def test_communicator_specs_are_a_list_of_pairs():

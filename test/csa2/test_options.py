@@ -1,5 +1,7 @@
 """The options record: defaults, and one clear refusal for everything that cannot be honoured."""
 
+import math
+
 import msgspec
 import pytest
 import torch
@@ -13,7 +15,6 @@ from csa2.options import (
     IMPLS,
     RATIOS,
     SERVED_IMPLS,
-    SERVED_RATIOS,
     SHARED_FORMATS,
     TAIL_FORMATS,
     CacheOptions,
@@ -44,7 +45,7 @@ def test_option_errors_are_caught_as_value_errors_and_as_ours():
 
 
 @pytest.mark.parametrize("impl", SERVED_IMPLS)
-@pytest.mark.parametrize("ratio", SERVED_RATIOS)
+@pytest.mark.parametrize("ratio", RATIOS)
 @pytest.mark.parametrize("shared_format", SHARED_FORMATS)
 @pytest.mark.parametrize("kv_format", CODE_FORMATS)
 def test_everything_served_is_valid(ratio, impl, shared_format, kv_format):
@@ -59,8 +60,7 @@ def test_separated_keys_are_read_by_the_reference_alone():
 
 
 def test_what_is_served():
-    assert SERVED_RATIOS == ("1", "2", "4", "8")
-    assert set(RATIOS) - set(SERVED_RATIOS) == {"auto"}
+    assert RATIOS == ("auto", "1", "2", "4", "8")
     assert {"k8v4", "tail"} <= set(SHARED_FORMATS)
 
 
@@ -89,7 +89,7 @@ def test_what_old_pages_become(changes, name):
     assert ladder.names[ladder.tail] == (name or "fp4")
 
 
-@pytest.mark.parametrize("ratio", [ratio for ratio in SERVED_RATIOS if ratio != "1"])
+@pytest.mark.parametrize("ratio", [ratio for ratio in RATIOS if ratio not in ("1", "auto")])
 @pytest.mark.parametrize("tail", [tail for tail in TAIL_FORMATS if tail != "ratio"])
 def test_two_options_that_both_say_what_old_pages_become(tail, ratio):
     message = refusal(tail_format=tail, ratio=ratio)
@@ -113,11 +113,31 @@ def test_an_unknown_choice_lists_the_known_ones(field, option, allowed):
     assert message.endswith(", ".join(allowed))
 
 
-@pytest.mark.parametrize("ratio", [ratio for ratio in RATIOS if ratio not in SERVED_RATIOS])
-def test_a_ratio_that_is_not_built_says_what_to_use(ratio):
-    message = refusal(ratio=ratio)
-    assert f"--csa2-ratio {ratio} is not available" in message
-    assert message.endswith(f"Choose one of {', '.join(SERVED_RATIOS)}")
+@pytest.mark.parametrize(
+    ("changes", "formats"),
+    [
+        ({}, ("csa2-2x", "csa2-4x", "csa2-8x")),
+        ({"ratio": "1"}, ()),
+        ({"ratio": "4"}, ("csa2-4x",)),
+        ({"tail_format": "k8v4"}, ()),
+    ],
+)
+def test_an_adaptive_ratio_needs_every_smaller_format(changes, formats):
+    options = CacheOptions(**changes)
+    options.validate()
+    assert options.reduced_formats == formats
+    assert options.is_adaptive == (not changes)
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.8, 0.8), (0.9, 0.8), (-0.1, 0.8), (0.5, 1.1), (math.nan, 0.8)])
+def test_watermarks_that_do_not_fit_together(low, high):
+    message = refusal(low_watermark=low, high_watermark=high)
+    assert message.startswith(f"--csa2-low-watermark {low:g} and --csa2-high-watermark {high:g} do not fit")
+
+
+@pytest.mark.parametrize("interval", [0, -1, 2**31])
+def test_an_adjust_interval_out_of_range(interval):
+    assert refusal(adjust_interval=interval).startswith(f"--csa2-adjust-interval {interval} is out of range")
 
 
 @pytest.mark.parametrize("impl", [impl for impl in IMPLS if impl not in SERVED_IMPLS])

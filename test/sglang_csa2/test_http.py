@@ -22,11 +22,13 @@ class FakeTokenizerManager:
 
     def __init__(self) -> None:
         self.ops: list[str] = []
+        self.payloads: list[Any] = []
         self.reply: Csa2ControlReqOutput | Exception = Csa2ControlReqOutput(ok=True, status=200, data=STATS)
 
     async def call(self, tokenizer_manager: Any, op: str, payload: Any = None) -> Csa2ControlReqOutput:
         assert tokenizer_manager is self
         self.ops.append(op)
+        self.payloads.append(payload)
         if isinstance(self.reply, Exception):
             raise self.reply
         return self.reply
@@ -66,6 +68,63 @@ def test_stats_answers_json(client: TestClient, tokenizer_manager: FakeTokenizer
     assert (response.status_code, response.json()) == (200, STATS)
     assert response.headers["content-type"] == "application/json"
     assert tokenizer_manager.ops == ["stats"]
+
+
+@pytest.mark.parametrize(("sent", "ratio"), [(2, 2.0), (2.5, 2.5), ("auto", None)])
+def test_the_ratio_goes_to_the_scheduler(
+    client: TestClient, tokenizer_manager: FakeTokenizerManager, sent: Any, ratio: float | None
+) -> None:
+    tokenizer_manager.reply = Csa2ControlReqOutput(ok=True, status=200, data={"ratio": 2.0, "automatic": False})
+    response = client.post("/csa2/ratio", json={"ratio": sent})
+    assert (response.status_code, response.json()) == (200, {"ratio": 2.0, "automatic": False})
+    assert tokenizer_manager.ops == ["ratio"]
+    assert tokenizer_manager.payloads == [{"ratio": ratio}]
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"", "is not JSON"),
+        (b"ratio=2", "is not JSON"),
+        (b"[" * 4000, "is not JSON"),
+        (b"\xff", "is not JSON"),
+        (b"[2]", "is not a JSON object with the keys ratio"),
+        (b"{}", "is not a JSON object with the keys ratio"),
+        (b'{"ratio": 2, "more": 1}', "is not a JSON object with the keys ratio"),
+        (b'{"ratio": 0.5}', "ratio is 0.5: give a number from 1 to 8"),
+        (b'{"ratio": NaN}', "ratio is nan"),
+        (b'{"ratio": "2"}', "ratio is '2'"),
+        (b'{"ratio": true}', "ratio is True"),
+        (b'{"ratio": null}', "ratio is None"),
+    ],
+)
+def test_a_bad_ratio_is_400_and_goes_nowhere(
+    client: TestClient, tokenizer_manager: FakeTokenizerManager, body: bytes, message: str
+) -> None:
+    response = client.post("/csa2/ratio", content=body)
+    assert response.status_code == 400
+    assert message in response.json()["error"]["message"]
+    assert tokenizer_manager.ops == []
+
+
+def test_a_huge_body_is_413(client: TestClient, tokenizer_manager: FakeTokenizerManager) -> None:
+    response = client.post("/csa2/ratio", content=b'{"ratio": 2' + b" " * 5000 + b"}")
+    assert response.status_code == 413
+    assert tokenizer_manager.ops == []
+
+
+@pytest.mark.parametrize(
+    ("api_key", "admin_api_key", "sent", "status"),
+    [("key", None, None, 401), ("key", None, "key", 200), ("key", "admin", "key", 401), ("key", "admin", "admin", 200)],
+)
+def test_the_ratio_is_protected_as_admin_routes_are(
+    tokenizer_manager: FakeTokenizerManager, api_key: str, admin_api_key: str | None, sent: str | None, status: int
+) -> None:
+    app = FastAPI()
+    http.add_routes(app)
+    add_api_key_middleware(app, api_key=api_key, admin_api_key=admin_api_key)
+    headers = {"Authorization": f"Bearer {sent}"} if sent else {}
+    assert TestClient(app).post("/csa2/ratio", json={"ratio": 2}, headers=headers).status_code == status
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE"])
