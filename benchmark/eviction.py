@@ -183,9 +183,8 @@ def table(options: argparse.Namespace) -> list[dict[str, Any]]:
                 rates = [hit_rate(trace, seed, options.arena_tokens, pages, policy) for seed in range(options.seeds)]
                 mean = sum(rates) / len(rates)
                 rows.append({"trace": trace, "pages": pages, "policy": policy, "hit_rate": mean, "rates": rates})
-                print(
-                    f"{trace:14} {pages:5} {policy:5} {100 * mean:5.1f} %  ({100 * min(rates):.1f} to {100 * max(rates):.1f})"
-                )
+                spread = f"{100 * min(rates):.1f} to {100 * max(rates):.1f}"
+                print(f"{trace:14} {pages:5} {policy:5} {100 * mean:5.1f} %  ({spread})", flush=True)
     return rows
 
 

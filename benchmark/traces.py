@@ -45,8 +45,8 @@ def shared_prefix(seed: int, prefixes: int = 8, prefix_tokens: int = 1024, quest
 def agents(seed: int, steps: int = 320) -> Iterator[Request]:
     """A mixed load.
 
-    Agents that grow a history of tool calls behind one of three tool descriptions, questions to 24 documents of which few are
-    popular, and one request in six that nobody will repeat.
+    Agents that grow a history of tool calls behind one of three tool descriptions, questions to 24 documents of which few
+    are popular, and one request in six that nobody will repeat.
     """
     chance = random.Random(seed)
     tools = [_text(chance, 900) for _ in range(3)]

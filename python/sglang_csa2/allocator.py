@@ -135,7 +135,7 @@ class Csa2Allocator(PagedTokenToKVPoolAllocator):
         return bool(fits and self._free_pages(-(-num_tokens // self.page_size)))
 
     def _free_pages(self, num_pages: int) -> bool:
-        """Make room for `num_pages` plain pages: demote what nobody reads, evict it, then compress what running requests read.
+        """Make room for `num_pages` plain pages: demote what nobody reads, evict it, then compress what is in use.
 
         Here and not in `evict_to_free_tokens`, which SGLang asks for a page per request where most take none: in tokens that
         is free, in bytes it would demote hot pages for nothing.
