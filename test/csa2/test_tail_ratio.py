@@ -18,13 +18,14 @@ SMALLER = tuple(
     PageLayout(name, GEOMETRY, even_heads(name, CLASSES, GEOMETRY)) for name in ("csa2-2x", "csa2-4x", "csa2-8x")
 )
 LADDER = make_ladder(GEOMETRY, "fp4", smaller=SMALLER)
+AUTO = CacheOptions()
 WARM = LADDER.warm
 
 
 class Server:
     """A store of which pages 1, 2, ... are read by one request, the last `warm` of them in its warm window."""
 
-    def __init__(self, pages: int, options: CacheOptions = CacheOptions(), warm: int = 0, num_slabs: int = 12) -> None:
+    def __init__(self, pages: int, options: CacheOptions = AUTO, warm: int = 0, num_slabs: int = 12) -> None:
         self.store: PageStore = make_store(num_slabs=num_slabs, ladder=LADDER, codec=CODEC)
         self.pages = torch.arange(1, pages + 1)
         full_pages(self.store, self.pages.tolist())

@@ -199,7 +199,7 @@ class _PageCheck:
         got = torch.stack((entries.keys[:, 0], entries.values[:, 0]))
         if not layout.is_plain and layout.heads[0].basis == "reduced":
             # The other channels hold the mean of the page.
-            columns = store.codec.bases.reduced[0]
+            columns = store.codec.bases.reduced[layout.first_basis, :, : layout.heads[0].key_channels]
             got[0], wanted = got[0] @ columns @ columns.T, torch.stack((wanted[0] @ columns @ columns.T, wanted[1]))
         if layout.is_merged:
             # The keys are those of some of the tokens; values are means.
