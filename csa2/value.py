@@ -9,8 +9,11 @@ be tuned to a rate of requests. *Price* of a step: worth, times the loss that th
 Losses are those of the formats, measured once without any calibration (docs/codec.md, table of demotions): what matters is
 their order and rough size. Divergence grows with the square of the error.
 
-*Value* for eviction: all pages that are candidates are as small as they get, so the price is worth alone, less for pages
-far from the beginning: the end of a branch goes before its head.
+*Value* for eviction, in turnovers: all candidates are as small as they get, so what counts is when a page will be read again,
+
+    value = 0.5 * log2(1 + hits) - age - 0.005 * depth
+
+Pages far from the beginning of their sequence are worth a little less: of two branches as old, the longer one loses its end.
 """
 
 from dataclasses import dataclass
@@ -33,6 +36,10 @@ FORMAT_ERRORS = {
 """Relative error of the attention output with old pages in a format (docs/codec.md); the model dtype has none."""
 IN_USE = 8.0
 """How many times more a page is worth that a running request reads: it is read in every step."""
+HITS_WEIGHT = 0.5
+"""Turnovers that doubling the requests that used a page makes up for (benchmark/eviction.py)."""
+DEPTH_WEIGHT = 0.005
+"""Turnovers by which a page is older for each page before it in its sequence."""
 MAX_AGE = 60.0
 """Turnovers beyond which a page gets no older: 2^-60 is still a normal number."""
 
@@ -72,10 +79,6 @@ def step_costs(ladder: FormatLadder) -> Tensor:
 
 
 def eviction_values(facts: PageFacts, turnover: Turnover) -> Tensor:
-    """(virtual pages,) float64: among the ends of branches the smallest goes first."""
+    """(virtual pages,) float64 value of each page; among the ends of branches the smallest goes first."""
     age = ((turnover.mapped_total - facts.turn).double() / max(1, turnover.mapped)).clamp(0, MAX_AGE)
-    return torch.log2(1.0 + facts.hits.double()) * HITS_WEIGHT - age - DEPTH_WEIGHT * facts.depth.double()
-
-
-HITS_WEIGHT = 1.0
-DEPTH_WEIGHT = 0.01
+    return HITS_WEIGHT * torch.log2(1.0 + facts.hits.double()) - age - DEPTH_WEIGHT * facts.depth.double()
