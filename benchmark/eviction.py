@@ -117,11 +117,14 @@ class Replay:
         pages = prefix
         for start in range(prefix.numel() * PAGE, len(prompt), CHUNK_TOKENS):
             end = min(start + CHUNK_TOKENS, len(prompt))
-            pages = self._grow(pages, end)
+            pages = self._grow(pages, start, end)
             self._seal(pages, end, len(prompt), decode=False)
-        for end in range(len(prompt) // PAGE * PAGE + PAGE, len(whole) + PAGE, PAGE):
-            pages = self._grow(pages, min(end, len(whole)))
-            self._seal(pages, min(end, len(whole)), len(prompt), decode=True)
+        start = len(prompt)
+        while start < len(whole):
+            end = min(start // PAGE * PAGE + PAGE, len(whole))
+            pages = self._grow(pages, start, end)
+            self._seal(pages, end, len(prompt), decode=True)
+            start = end
         kept = len(whole) // PAGE
         slots = (pages[:kept, None] * PAGE + torch.arange(PAGE)).flatten()
         self.cache.unlock(lock)
@@ -135,18 +138,18 @@ class Replay:
             self.allocator.free(pages[kept:] * PAGE)
         self.usage = Usage.nobody(self.store.facts.hits.numel())
 
-    def _grow(self, pages: Tensor, tokens: int) -> Tensor:
-        """The `pages` of a request and as many as `tokens` tokens need, written."""
+    def _grow(self, pages: Tensor, start: int, end: int) -> Tensor:
+        """The `pages` of a request and those that its tokens `start` to `end` need besides, with them written."""
         self._use(pages)
-        missing = -(-tokens // PAGE) - pages.numel()
+        missing = -(-end // PAGE) - pages.numel()
         if missing > 0:
             slots = self.allocator.alloc(missing * PAGE)
             if slots is None:
                 raise RuntimeError("the arena is too small for one request")
             pages = torch.cat((pages, slots[::PAGE] // PAGE))
         self.store.clock += 1
-        full = tokens // PAGE
-        self.store.facts.written[pages[:full]] = PAGE
+        tokens = torch.arange(start, end)
+        self.store.record_writes(pages[tokens // PAGE] * PAGE + tokens % PAGE)
         self.store.facts.first[pages[:1]] = True
         self._use(pages)
         self.store.touch(pages, torch.zeros_like(pages), torch.arange(pages.numel()))

@@ -81,7 +81,7 @@ def test_decodes_do_not_run_out_of_room_that_was_checked(forks: SchedulerForks) 
     """Many short answers at once, each with an open page, and slabs of two: making room for more pages than needed must
     not leave less room for those that are."""
     asks = [Ask(f"r{i}", words(i, 40 + 37 * i % 300), 200, ignore_eos=False) for i in range(40)]
-    result = forks.run(asks, 31, new_token_ratio=0.01)
+    result = forks.run(asks, 31, new_token_ratio=0.01, csa2_ratio="1")
     assert result.stuck == []
     assert "abort" not in kinds(result).values()
     assert result.retracted > 0
@@ -131,8 +131,9 @@ def test_a_full_arena(forks: SchedulerForks, plain_pages: int, in_flight: int, o
         (12, 12, {"csa2_ratio": "8", "csa2_protect_tokens": 200, "disable_radix_cache": True}),
         (12, 12, {"csa2_ratio": "4", "csa2_protect_tokens": 0, "chunked_prefill_size": -1}),
         (12, 12, {"csa2_tail_format": "fp8", "chunked_prefill_size": 128}),
+        (12, 12, {"radix_eviction_policy": "slru", "csa2_shared_format": "k8v4", "csa2_adjust_interval": 1}),
     ],
-    ids=["8", "4 mixed", "2 and k8v4", "8 no tree", "4 no chunks", "fp8"],
+    ids=["8", "4 mixed", "2 and k8v4", "8 no tree", "4 no chunks", "fp8", "auto and slru"],
 )
 def test_a_full_arena_with_smaller_formats(
     forks: SchedulerForks, plain_pages: int, in_flight: int, options: dict[str, object]

@@ -94,7 +94,7 @@ class Cache:
         self.store.clock += 1
         self.store.share(prefix)
         self.store.touch(pages, torch.zeros_like(pages), torch.arange(pages.numel()))
-        self.store.facts.written[pages] = PAGE
+        self.store.record_writes((pages[prefix.numel() :, None] * PAGE + torch.arange(PAGE)).flatten())
         self.running[name] = (text, pages, (lock, prefix.numel(), salt))
         return True
 
