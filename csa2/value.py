@@ -9,7 +9,7 @@ be tuned to a rate of requests. *Price* of a step: worth, times the loss that th
 Losses are those of the formats, measured once without any calibration (docs/codec.md, table of demotions): what matters is
 their order and rough size. Divergence grows with the square of the error.
 
-*Value* for eviction, in turnovers: all candidates are as small as they get, so what counts is when a page will be read again,
+*Value* for eviction, in turnovers: candidates are as small as they get, so what counts is when a page is read again,
 
     value = 0.5 * log2(1 + hits) - age - 0.005 * depth
 

@@ -61,7 +61,7 @@ def head_calibration(
             f"--csa2-calibration {options.calibration} was made for other rotary pairs than SGLang rotates in this model: "
             f"leave it out"
         )
-    if known.scorer is not None and options.old_page_format in MERGE:
+    if known.scorer is not None and options.reduced_formats:
         logger.info("csa2: tokens that are merged are scored by the trained scorer of %s", options.calibration)
     return known
 
