@@ -30,7 +30,7 @@ from sgl_kernels.page_layout import PageGeometry
 GEOMETRY = PageGeometry(30, 3, 64, 64, torch.bfloat16)
 QUERY_HEADS = 9
 SETTINGS = {
-    "ratio 1": CacheOptions(),
+    "ratio 1": CacheOptions(ratio="1"),
     "ratio 4": CacheOptions(ratio="4", calibration=str(CALIBRATION)),
     "tail k8v4": CacheOptions(tail_format="k8v4"),
 }

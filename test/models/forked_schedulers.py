@@ -220,7 +220,11 @@ def _make_scheduler(job: Job) -> Any:
         argv += ["--page-size", str(PAGE_SIZE), "--attention-backend", "torch_native"]
     else:
         argv += ["--kv-compress", "csa2", "--csa2-arena-size", "128MiB"]
-        argv += [word for name, value in job.csa2.items() for word in (f"--csa2-{name.replace('_', '-')}", str(value))]
+        argv += [
+            word
+            for name, value in {"ratio": "1", **job.csa2}.items()
+            for word in (f"--csa2-{name.replace('_', '-')}", str(value))
+        ]
     record = upstream.prepare_server_args(argv)
     with mock.patch.object(plugin, "wire_launcher"):  # HTTP routes: there is no launcher here
         record.resolve_once()
