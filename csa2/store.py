@@ -14,9 +14,9 @@ from csa2.controller import Mix, deal
 from csa2.errors import IntegrityError
 from csa2.facts import PageFacts, Usage
 from csa2.formats import PLAIN, UNMAPPED, FormatLadder
+from csa2.positions import check_positions, record_positions
 from csa2.residency import DemotionRound, DemotionSteps, demotion_steps, sealed_format
 from csa2.value import Turnover, step_costs, worth
-from sgl_kernels.page_codec.positions import gather_first_positions
 from sgl_kernels.page_codec.reference import Entries
 
 
@@ -121,7 +121,7 @@ class PageStore:
         self.facts.written.index_add_(0, pages, torch.ones_like(pages, dtype=torch.int16))
         self.facts.written[0] = 0
         if self.ladder.is_separated:
-            self._record_positions(slots, positions)
+            record_positions(self.facts, slots, positions, self.page_size)
 
     def touch(self, pages: Tensor, readers: Tensor, depth: Tensor | None = None) -> None:
         """Note that `pages` (n,) are read in this forward pass by `readers` (n,), see `QuerySamples.readers`.
@@ -254,7 +254,7 @@ class PageStore:
         if bool((self.facts.written[self.arena.formats == UNMAPPED] != 0).any()):
             raise IntegrityError("an unmapped page has writes")
         if self.ladder.is_separated:
-            self._check_positions()
+            check_positions(self.facts, self.arena, self.ladder)
 
     def _role(self, pages: Tensor, is_old: Tensor, *, roomy: bool = False) -> Tensor:
         tail = deal(self.tail, self.facts.depth[pages])
@@ -271,34 +271,6 @@ class PageStore:
             max(self.tail.larger, self.tail.smaller),
             upto=upto,
         )
-
-    def _record_positions(self, slots: Tensor, positions: Tensor | None) -> None:
-        """Note where the pages of `slots` (T,) begin, whose tokens stand at `positions` (T,)."""
-        if positions is None:
-            raise IntegrityError("keys are separated from positions that nobody gave")
-        used = slots >= self.page_size  # not the padding page
-        pages, begin = slots[used] // self.page_size, (positions - slots % self.page_size)[used]
-        known = self.facts.position[pages]
-        self.facts.position[pages] = begin
-        wrong = (begin % self.page_size != 0) | ((known >= 0) & (known != begin)) | (self.facts.position[pages] != begin)
-        if bool(wrong.any()):
-            i = int(torch.nonzero(wrong)[0])
-            raise IntegrityError(
-                f"a token that would make page {int(pages[i])} begin at position {int(begin[i])} is written to it, where "
-                f"others begin at {int(known[i])} (-1: none), and every page at a multiple of {self.page_size}"
-            )
-
-    def _check_positions(self) -> None:
-        """Every page with tokens knows where it begins, and a compressed one says the same."""
-        if bool((self.facts.position[self.facts.written > 0] < 0).any()):
-            raise IntegrityError("a page with tokens has no position")
-        for index, layout in enumerate(self.ladder.layouts):
-            if not layout.is_separated:
-                continue
-            pages = torch.nonzero(self.arena.formats == index).squeeze(-1)
-            stored = gather_first_positions(self.arena.buffer, self.arena.offsets[pages], layout)
-            if not torch.equal(stored, self.facts.position[pages]):
-                raise IntegrityError(f"a {layout.name} page holds another position than was recorded for it")
 
     def _reencode(self, pages: Tensor, target: Tensor) -> int:
         """Re-encode full `pages` (n,), each to its own `target` format, as far as slabs allow; the number re-encoded.
