@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from common import Server, arguments, demo_model, environment, prompts, servers, summary
-from streams import Stream, Turns, cpu_s
+from streams import WATCHDOG_S, Stream, Turns, cpu_s
 from transformers import AutoConfig
 
 STOCK, OURS = "sglang torch_native", "csa2"
@@ -33,8 +33,6 @@ WARM_TOKENS = 192
 """Of a first request that is not measured: products and kernels are prepared in it."""
 SPARE_TOKENS = 64
 """Tokens that streams generate while others start."""
-WATCHDOG_S = 7200
-"""SGLang ends a scheduler that makes no step for 300 s, and a frozen one makes none."""
 
 Samples = dict[tuple[str, str], list[float]]
 """(side, quantity) -> values; quantities of decode carry the batch: "decode_tok_s@8"."""

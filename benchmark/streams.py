@@ -13,6 +13,8 @@ from common import Server
 
 POLL_S = 0.001
 TOKEN_TIMEOUT_S = 900
+WATCHDOG_S = 7200
+"""SGLang ends a scheduler that makes no step for 300 s, and a frozen one makes none."""
 
 
 class Turns:
