@@ -230,8 +230,8 @@ def test_extend_without_a_prefix_is_plain_causal_attention():
 
 def assert_as_exact_as_eager(out: Tensor, want: Tensor, eager: Tensor, unit: float) -> None:
     """On the same opened pages eager attention rounds k, v, logits, weights and output. So do we, but q' for the logits;
-    the way back through the basis, the weights of the merge and its sum round the output three times more, by `unit` of it each
-    at most."""
+    the way back through the basis, the weights of the merge and its sum round the output three times more, by `unit` of it
+    each at most."""
     assert rms(out - want) <= rms(eager - want) + 3 * unit * rms(want)
 
 

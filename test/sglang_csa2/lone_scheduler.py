@@ -20,8 +20,8 @@ QUIET_TURNS = 20
 """Turns after the last ending, for the idle checks of the scheduler."""
 WRONG_PAGE = 0.8
 """Relative error of an entry above which it is not the one asked for. E2M1 stays below 0.2, two bits near 0.35 and what came
-down three rungs of two bits near 0.35 times the root of 3; a stranger is near 1.4, the nearest of the strangers in a page near
-1."""
+down three rungs of two bits near 0.35 times the root of 3; a stranger is near 1.4, the nearest of the strangers in a page
+near 1."""
 
 
 class _Done(Exception):  # noqa: N818 - leaves SGLang's loop
@@ -186,7 +186,8 @@ class _PageCheck:
             chosen = formats == index
             error = self._error(store, row[chosen], wanted[:, chosen], length - PAGE * torch.nonzero(chosen).squeeze(-1))
             assert float(error.max()) < WRONG_PAGE, (
-                f"{req.rid} reads another entry in {row[chosen][error.argmax()]} of {row}: {store.ladder.names[index]}, {error}"
+                f"{req.rid} reads another entry in {row[chosen][error.argmax()]} of {row}, in {store.ladder.names[index]}: "
+                f"{error}"
             )
 
     @staticmethod
