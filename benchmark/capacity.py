@@ -17,14 +17,17 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import requests
-from common import Server, arguments, demo_model, prompts, report, servers
-from concurrency import BF16_BYTES, most_running
+from common import Server, arguments, demo_model, kv_token_bytes, prompts, report, servers
 from streams import TOKEN_TIMEOUT_S, WATCHDOG_S, Turns
-from transformers import AutoConfig
 
 STOCK, OURS = "sglang torch_native", "csa2"
 SEND_S = 0.01
 """Between two requests of a burst, so that their order is known."""
+
+
+def most_running(server: Server) -> int:
+    """Largest number of running requests in the server's log."""
+    return max((int(n) for n in re.findall(r"#running-req: (\d+)", server.log.read_text())), default=0)
 
 
 def retractions(server: Server) -> int:
@@ -86,11 +89,8 @@ def main() -> None:
     parser.add_argument("rest", nargs="*", help="after --: more options of the server with compressed pages")
     options = parser.parse_args()
     model = options.model or demo_model()
-    config = AutoConfig.from_pretrained(model)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    token_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * BF16_BYTES
     both = ["--decode-log-interval", "1", "--watchdog-timeout", str(WATCHDOG_S), "--skip-server-warmup"]
-    size = str(options.arena_tokens * token_bytes)
+    size = str(options.arena_tokens * kv_token_bytes(model))
     sides = {
         STOCK: ["--attention-backend", "torch_native", "--max-total-tokens", str(options.arena_tokens), *both],
         OURS: ["--kv-compress", "csa2", "--csa2-arena-size", size, *both, *options.rest],

@@ -101,6 +101,15 @@ def demo_model() -> Path:
     return Path(ensure_demo_model())
 
 
+def kv_token_bytes(model: Path) -> int:
+    """Bytes of keys and values of one token in bf16."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * 2)
+
+
 def prompts(model: Path, count: int, tokens: int) -> list[list[int]]:
     """`count` different prompts of `tokens` token ids each: the reference texts that come with Python itself."""
     from pydoc_data.topics import topics

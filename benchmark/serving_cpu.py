@@ -21,14 +21,14 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from common import Server, arguments, demo_model, environment, prompts, servers, summary
+from common import Server, arguments, demo_model, environment, kv_token_bytes, prompts, servers, summary
 from streams import WATCHDOG_S, Stream, Turns, cpu_s
 from transformers import AutoConfig
 
 STOCK, OURS = "sglang torch_native", "csa2"
-BF16_BYTES = 2
 WARM_TOKENS = 192
 """Of a first request that is not measured: products and kernels are prepared in it."""
 SPARE_TOKENS = 64
@@ -38,10 +38,8 @@ Samples = dict[tuple[str, str], list[float]]
 """(side, quantity) -> values; quantities of decode carry the batch: "decode_tok_s@8"."""
 
 
-def sides_of(options: argparse.Namespace, config: Any) -> dict[str, Sequence[str]]:
+def sides_of(options: argparse.Namespace, model: Path) -> dict[str, Sequence[str]]:
     """Command lines: the same bytes of KV for both."""
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    token_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * BF16_BYTES
     # A place for every stream, and for the prompts of the other measurements.
     tokens = (max(options.batch) + 1) * (max(options.context) + 2 * SPARE_TOKENS + new_tokens(options))
     both = ["--watchdog-timeout", str(WATCHDOG_S), "--skip-server-warmup"]
@@ -51,7 +49,7 @@ def sides_of(options: argparse.Namespace, config: Any) -> dict[str, Sequence[str
         if value is not None
         for part in (name, value)
     ]
-    size = ["--csa2-arena-size", str(tokens * token_bytes)]
+    size = ["--csa2-arena-size", str(tokens * kv_token_bytes(model))]
     return {
         STOCK: ["--attention-backend", "torch_native", "--max-total-tokens", str(tokens), *both],
         OURS: ["--kv-compress", "csa2", *size, *formats, *both, *options.rest],
@@ -195,7 +193,7 @@ def main() -> None:
     model = options.model or demo_model()
     config = AutoConfig.from_pretrained(model)
     longest = (config.max_position_embeddings - new_tokens(options) - SPARE_TOKENS) // 64 * 64
-    sides = sides_of(options, config)
+    sides = sides_of(options, model)
     print(json.dumps({"environment": environment(), "sides": sides}, indent=2), flush=True)
     rows = []
     with servers(model, sides) as up, Turns(up) as turns:
