@@ -113,7 +113,7 @@ def _module(isa: isas.InstructionSet, extra_flags: tuple[str, ...]) -> Any:
 def _compile(isa: isas.InstructionSet, extra_flags: tuple[str, ...], library: Path) -> None:
     import tvm_ffi.cpp
 
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder, _tools_on_path():
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder, _compiler_environment():
         try:
             built = tvm_ffi.cpp.build(
                 LIBRARY,
@@ -185,15 +185,21 @@ def _compiler_version() -> str | None:
 
 
 @contextmanager
-def _tools_on_path() -> Iterator[None]:
-    """Tools of the environment whose Python runs, ninja among them, even if it was not activated."""
-    before = os.environ.get("PATH", "")
+def _compiler_environment() -> Iterator[None]:
+    """Tools of the environment whose Python runs are found, ninja among them, even if it was not activated; and nothing is
+    loaded into them that was meant for Python, as the sanitizer of `make asan`, with which ninja hangs."""
+    before = {name: os.environ.get(name) for name in ("PATH", "LD_PRELOAD")}
     if shutil.which("ninja") is None:
-        os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), before))
+        os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), before["PATH"] or ""))
+    os.environ.pop("LD_PRELOAD", None)
     try:
         yield
     finally:
-        os.environ["PATH"] = before
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 @contextmanager
