@@ -79,21 +79,21 @@ class DecodeOperand {
 struct DecodeBuffers {
   alignas(64) float logits[kDecodeRows][kDecodeEntries];
   alignas(64) uint8_t weights[kDecodeRows][2 * kDecodeEntries];  // unsigned bytes, or bf16
+  alignas(64) float top[kLanes], sum[kLanes], range[kLanes];     // of each row: largest logit, sum of exp, largest weight
   alignas(64) float factor[kDecodeRows];                         // of a row's weights, when they meet the output
-  alignas(64) float page_mass[kDecodeRows];                      // in units of the running top
+  alignas(64) float mass[kDecodeRows];                           // in units of the running top
 };
 
-// Row-wise softmax of a page; afterwards `weights` are ready for the values and `state` is in units of the new top.
-// `value_scales`: of each entry, or null. `bytes`: unsigned byte weights instead of bf16.
-inline void decode_softmax(DecodeBuffers& buf, int rows, int entries, const vf* value_scales, bool bytes, const RowState& state) {
-  alignas(64) float page_top[kLanes], sums[kLanes], ranges[kLanes];
-  for (int i = rows; i < kLanes; ++i) page_top[i] = kNothing, sums[i] = 0.0f, ranges[i] = 0.0f;
+// Row-wise softmax of a page by itself: `weights` relative to the largest logit of the page, in bytes relative to the largest
+// weight. `value_scales`: of each entry, or null. `bytes`: unsigned byte weights instead of bf16.
+inline void page_softmax(DecodeBuffers& buf, int rows, int entries, const vf* value_scales, bool bytes) {
+  for (int i = rows; i < kLanes; ++i) buf.top[i] = kNothing, buf.sum[i] = 0.0f, buf.range[i] = 0.0f;
   for (int r = 0; r < rows; ++r) {
     float* x = buf.logits[r];
     vf top = vload(x);
     for (int e = kLanes; e < entries; e += kLanes) top = vmax(top, vload(x + e));
-    page_top[r] = vtop(top);
-    const vf limit = vset1(page_top[r]);
+    buf.top[r] = vtop(top);
+    const vf limit = vset1(buf.top[r]);
     vf sum = vset1(0.0f), range = vset1(0.0f);
     for (int e = 0; e < entries; e += kLanes) {
       vf p = vexp2(vsub(vload(x + e), limit));
@@ -102,10 +102,10 @@ inline void decode_softmax(DecodeBuffers& buf, int rows, int entries, const vf* 
       range = vmax(range, p);
       vstore(x + e, p);
     }
-    sums[r] = vsum(sum);
+    buf.sum[r] = vsum(sum);
     if (bytes) {
-      ranges[r] = vtop(range);
-      const vf step = vset1(255.0f / ranges[r]);
+      buf.range[r] = vtop(range);
+      const vf step = vset1(255.0f / buf.range[r]);
       for (int e = 0; e < entries; e += kLanes)
         _mm_store_si128(reinterpret_cast<__m128i*>(buf.weights[r] + e),
                         _mm512_cvtusepi32_epi8(_mm512_cvtps_epi32(vmul(vload(x + e), step).x)));
@@ -113,14 +113,24 @@ inline void decode_softmax(DecodeBuffers& buf, int rows, int entries, const vf* 
       for (int e = 0; e < entries; e += kLanes) vstore_bf16(reinterpret_cast<bf16_t*>(buf.weights[r]) + e, vload(x + e));
     }
   }
-  const vf old_top = vload(state.top), top = vmax(old_top, vload(page_top));
-  const vf shrink = vexp2(vsub(old_top, top)), share = vexp2(vsub(vload(page_top), top));
-  const vf mass = vmul(vload(sums), share);
-  vstore(buf.page_mass, mass);
-  vstore(buf.factor, bytes ? vmul(share, vmul(vload(ranges), vset1(1.0f / 255))) : share);
-  const __mmask16 raised = _mm512_cmp_ps_mask(top.x, old_top.x, _CMP_GT_OQ);
-  vstore(state.mass, vfma(vload(state.mass), shrink, mass));
+}
+
+// Brings the rows and `count` pages to the largest logit of all; afterwards `weights` are ready for the values.
+inline void join_pages(DecodeBuffers* buf, int count, int rows, bool bytes, const RowState& state) {
+  const vf old_top = vload(state.top);
+  vf top = old_top;
+  for (int p = 0; p < count; ++p) top = vmax(top, vload(buf[p].top));
+  const vf shrink = vexp2(vsub(old_top, top));
+  vf mass = vmul(vload(state.mass), shrink);
+  for (int p = 0; p < count; ++p) {
+    const vf share = vexp2(vsub(vload(buf[p].top), top)), page_mass = vmul(vload(buf[p].sum), share);
+    vstore(buf[p].mass, page_mass);
+    vstore(buf[p].factor, bytes ? vmul(share, vmul(vload(buf[p].range), vset1(1.0f / 255))) : share);
+    mass = vadd(mass, page_mass);
+  }
+  vstore(state.mass, mass);
   vstore(state.top, top);
+  const __mmask16 raised = _mm512_cmp_ps_mask(top.x, old_top.x, _CMP_GT_OQ);
   if (raised) {
     alignas(64) float by[kLanes];
     vstore(by, shrink);
@@ -146,14 +156,13 @@ inline void add_output(const Acc acc[][kRowGroup], const float* factor, float un
   }
 }
 
-// One coded page. `ahead`: bytes from this page to the one that is read next. `mean_rows` (rows, pad): the query in the basis
-// of the key mean.
-inline void decode_coded_page(const HeadPiece& piece, const uint8_t* base, int64_t ahead, const DecodeOperand& query,
-                              const float* mean_rows, int head_dim, int rows, float scale_log2, DecodeBuffers& buf,
-                              const RowState& state) {
-  const int entries = static_cast<int>(piece.entries), blocks = entries / kLanes, pad = state.pad;
+// Logits of one coded page, log2 units. `ahead`: bytes from this page to the one that is read `kDecodePages` later.
+// `mean_rows` (rows, pad): the query in the basis of the key mean.
+inline void page_logits(const HeadPiece& piece, const uint8_t* base, int64_t ahead, const DecodeOperand& query,
+                        const float* mean_rows, int head_dim, int pad, int rows, float scale_log2, DecodeBuffers& buf) {
+  const int entries = static_cast<int>(piece.entries), blocks = entries / kLanes;
   alignas(64) uint8_t widened[16 * kLineBytes];
-  // Codes of the next page are fetched line by line beside those of this one; its scales, means and biases here.
+  // Codes of the later page are fetched line by line beside those of this one; its scales, means and biases here.
   const int64_t end = piece.bias >= 0 ? piece.bias + entries : piece.v_mean + head_dim;
   for (int64_t at = piece.k_scales; ahead && at < end; at += kLineBytes) prefetch(base + ahead + at);
   for (int c = 0; c < piece.num_classes; ++c) {
@@ -207,9 +216,8 @@ inline void decode_coded_page(const HeadPiece& piece, const uint8_t* base, int64
       });
     }
   }
-  vf value_scales[kDecodeEntries / kLanes], bias[kDecodeEntries / kLanes];
+  vf bias[kDecodeEntries / kLanes];
   for (int b = 0; b < blocks; ++b) {
-    value_scales[b] = load_scales(base + piece.v_scales + b * kLanes, kLanes);
     bias[b] = vset1(0.0f);
     if (piece.bias >= 0) {
       const __m128i steps = _mm_loadu_si128(reinterpret_cast<const __m128i*>(base + piece.bias + b * kLanes));
@@ -225,9 +233,14 @@ inline void decode_coded_page(const HeadPiece& piece, const uint8_t* base, int64
       vstore(at, vfma(vload(at), vset1(scale_log2), vadd(shift, bias[b])));
     }
   }
-  const bool bytes = piece.v_kind != kE4M3;
-  decode_softmax(buf, rows, entries, value_scales, bytes, state);
+}
 
+// Adds the values of one coded page, weighted, to the output.
+inline void add_page_values(const HeadPiece& piece, const uint8_t* base, int64_t ahead, int head_dim, int rows,
+                            const DecodeBuffers& buf, const RowState& state) {
+  const int entries = static_cast<int>(piece.entries), pad = state.pad;
+  const bool bytes = piece.v_kind != kE4M3;
+  alignas(64) float mean[256];
   decode_means(base + piece.v_mean, head_dim, pad, mean);
   const int bits = code_bits(piece.v_kind), groups = entries / (32 / bits), lane_blocks = pad / kLanes;
   const int64_t stride = static_cast<int64_t>(lane_blocks) * kLineBytes;
@@ -257,10 +270,29 @@ inline void decode_coded_page(const HeadPiece& piece, const uint8_t* base, int64
       });
     });
   }
-  for (int r = 0; r < rows; ++r) add_scaled(state.out + r * pad, mean, pad, buf.page_mass[r]);
+  for (int r = 0; r < rows; ++r) add_scaled(state.out + r * pad, mean, pad, buf.mass[r]);
 }
 
-// Whether a page of this piece can be read by `decode_coded_page`.
+constexpr int kDecodePages = 4;
+// Up to so many coded pages of one layout, stage by stage: each stage is a chain of dependent steps, and those of several
+// pages overlap.
+inline void decode_coded_pages(const HeadPiece& piece, const uint8_t* const* bases, const int64_t* ahead, int count,
+                               const DecodeOperand& query, const float* mean_rows, int head_dim, int rows, float scale_log2,
+                               DecodeBuffers* buf, const RowState& state) {
+  const int entries = static_cast<int>(piece.entries);
+  const bool bytes = piece.v_kind != kE4M3;
+  for (int p = 0; p < count; ++p)
+    page_logits(piece, bases[p], ahead[p], query, mean_rows, head_dim, state.pad, rows, scale_log2, buf[p]);
+  for (int p = 0; p < count; ++p) {
+    vf value_scales[kDecodeEntries / kLanes];
+    for (int e = 0; e < entries; e += kLanes) value_scales[e / kLanes] = load_scales(bases[p] + piece.v_scales + e, kLanes);
+    page_softmax(buf[p], rows, entries, value_scales, bytes);
+  }
+  join_pages(buf, count, rows, bytes, state);
+  for (int p = 0; p < count; ++p) add_page_values(piece, bases[p], ahead[p], head_dim, rows, buf[p], state);
+}
+
+// Whether pages of this piece can be read by `decode_coded_pages`.
 inline bool decodes_directly(const HeadPiece& piece) { return piece.entries % kLanes == 0 && piece.entries <= kDecodeEntries; }
 
 // A plain page of bf16 rows, `valid` of them. `pairs` (rows, steps): the query as pairs of bf16.
@@ -302,7 +334,8 @@ inline void decode_plain_page(const uint8_t* keys, const uint8_t* values, int va
     for (int r = 0; r < rows; ++r)
       vstore(buf.logits[r] + e, vkeep_first(vmul({acc[r]}, vset1(scale_log2)), valid - e, -__builtin_inff()));
   }
-  decode_softmax(buf, rows, entries, nullptr, false, state);
+  page_softmax(buf, rows, entries, nullptr, false);
+  join_pages(&buf, 1, rows, false, state);
 
   // Two entries at a time: unpacking words gives pairs of (channels 0-3, 8-11, ...) and of (4-7, 12-15, ...).
   const __m512i low_order = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);

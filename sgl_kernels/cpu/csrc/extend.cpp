@@ -43,7 +43,7 @@ struct ThreadScratch {
   Scratch query, mean, out, flat, reduced, state, logits, weights, chunk, rows;
 #if defined(__AVX512VNNI__) && defined(__AVX512BF16__)
   DecodeOperand operand;
-  DecodeBuffers decode;
+  DecodeBuffers decode[kDecodePages];
 #endif
 };
 
@@ -73,7 +73,7 @@ class Runner {
       in_flat = !plain;
 #if defined(__AVX512VNNI__) && defined(__AVX512BF16__)
       if (decodes_directly(task, piece)) {
-        decode_page(task, page++, piece);
+        page = decode_pages(task, page, piece);
         continue;
       }
 #endif
@@ -188,21 +188,28 @@ class Runner {
            csa2::decodes_directly(piece);
   }
 
-  void decode_page(const Task& task, int64_t page, const HeadPiece& piece) {
-    const PageRef& ref = args_.pages[page];
-    const uint8_t* base = args_.arena + ref.offset;
-    const bool last = page + 1 == task.page_end || args_.pages[page + 1].format != ref.format;
-    const int64_t ahead = last ? 0 : args_.pages[page + 1].offset - ref.offset;
+  // Reads pages of one format from `page` on; the first page that is left.
+  int64_t decode_pages(const Task& task, int64_t page, const HeadPiece& piece) {
+    const int64_t format = args_.pages[page].format;
+    const int most = piece.basis == kModel || piece.channel_scales ? 1 : kDecodePages;
+    const uint8_t* bases[kDecodePages];
+    int64_t ahead[kDecodePages];
+    int count = 0;
+    for (; count < most && page + count < task.page_end && args_.pages[page + count].format == format; ++count) {
+      const int64_t offset = args_.pages[page + count].offset, later = page + count + most;
+      bases[count] = args_.arena + offset;
+      ahead[count] = later < task.page_end && args_.pages[later].format == format ? args_.pages[later].offset - offset : 0;
+    }
     const int rows = static_cast<int>(rows_);
     if (piece.basis == kModel) {
-      decode_plain_page(base + piece.k_codes, base + piece.v_codes, static_cast<int>(ref.length), ahead, args_.head_dim,
-                        model_rows_, steps_, rows, scale_log2_, scratch_.decode, state_);
-      return;
+      decode_plain_page(bases[0] + piece.k_codes, bases[0] + piece.v_codes, static_cast<int>(args_.pages[page].length), ahead[0],
+                        args_.head_dim, model_rows_, steps_, rows, scale_log2_, scratch_.decode[0], state_);
+      return page + 1;
     }
     if (piece.basis == kFlat) flat_rows();
     if (piece.channel_scales) {
       float factors[256];
-      decode_scales(base + piece.k_scales, args_.head_dim, factors);
+      decode_scales(bases[0] + piece.k_scales, args_.head_dim, factors);
       scratch_.operand.prepare(piece, piece.basis == kFlat ? flat_mean_ : model_mean_, pad_, rows, factors);
       decoded_piece_ = nullptr;
     } else if (decoded_piece_ != &piece) {
@@ -213,8 +220,9 @@ class Runner {
       }
       decoded_piece_ = &piece;
     }
-    decode_coded_page(piece, base, ahead, scratch_.operand, piece.basis == kFlat ? flat_mean_ : model_mean_, args_.head_dim, rows,
-                      scale_log2_, scratch_.decode, state_);
+    decode_coded_pages(piece, bases, ahead, count, scratch_.operand, piece.basis == kFlat ? flat_mean_ : model_mean_,
+                       args_.head_dim, rows, scale_log2_, scratch_.decode, state_);
+    return page + count;
   }
 #endif
 
