@@ -21,6 +21,24 @@ _MAX_SLAB_PAGES = 32
 
 
 @dataclass(frozen=True)
+class PinnedPages:
+    """Pages that stay whatever happens, as small as they get."""
+
+    sealed: int = 0
+    """In the smallest format."""
+    guarded: int = 0
+    """Of those the first ones of sequences, where the smallest format is not for them."""
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.sealed + self.guarded
+
+
+NOTHING_PINNED = PinnedPages()
+
+
+@dataclass(frozen=True)
 class ArenaPlan:
     """How an arena is cut: slab size, number of slabs, pages per slab by format."""
 

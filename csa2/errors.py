@@ -31,3 +31,15 @@ class DemoModelError(Csa2Error, RuntimeError):
 
 class CalibrationError(Csa2Error, ValueError):
     """A calibration that cannot be made, read, or used for this model."""
+
+
+class DocumentError(Csa2Error, ValueError):
+    """A document that cannot be pinned."""
+
+
+class UnknownDocumentError(DocumentError):
+    """No document of that id."""
+
+
+class DocumentConflictError(DocumentError):
+    """A document that does not go with what is there: another one of its id, or memory that requests need."""

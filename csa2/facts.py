@@ -11,6 +11,9 @@ from torch import Tensor
 NO_CAP = 127
 """`PageFacts.cap` of pages whose request did not limit its compression."""
 
+NOT_ASKED = -1
+"""`PageFacts.asked` of pages for which nobody asked for a format."""
+
 _EMPTY: dict[str, tuple[torch.dtype, int]] = {
     "last_use": (torch.int64, 0),
     "turn": (torch.int64, 0),
@@ -19,6 +22,8 @@ _EMPTY: dict[str, tuple[torch.dtype, int]] = {
     "first": (torch.bool, False),
     "prompt": (torch.bool, False),
     "pinned": (torch.bool, False),
+    "static": (torch.bool, False),
+    "asked": (torch.int8, NOT_ASKED),
     "priority": (torch.int32, 0),
     "cap": (torch.int8, NO_CAP),
     "written": (torch.int16, 0),
@@ -45,7 +50,11 @@ class PageFacts:
     prompt: Tensor
     """bool: holds tokens of a prompt only, so that others may come to share it."""
     pinned: Tensor
-    """bool: somebody asked to keep it."""
+    """bool: belongs to a pinned document; locked in the radix tree, so never evicted."""
+    static: Tensor
+    """bool: its request says that others will share it."""
+    asked: Tensor
+    """int8 format that a document asks for, an index into the ladder; `NOT_ASKED` where none does."""
     priority: Tensor
     """int32 highest priority of the requests that used it."""
     cap: Tensor
@@ -69,8 +78,8 @@ class PageFacts:
 
     @property
     def shared(self) -> Tensor:
-        """(pages,) bool: used by two requests or more, or pinned."""
-        return (self.hits > 0) | self.pinned
+        """(pages,) bool: used by two requests or more, pinned, or expected to be shared."""
+        return (self.hits > 0) | self.pinned | self.static
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,7 @@ class CacheOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     high_watermark: float = 0.8
     low_watermark: float = 0.6
     adjust_interval: int = 64
+    documents: str | None = None
     calibration: str | None = None
     rope: RopeVariant = "rotated"
     impl: Impl = "auto"

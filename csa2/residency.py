@@ -9,7 +9,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from csa2.facts import PageFacts, Usage
+from csa2.facts import NOT_ASKED, PageFacts, Usage
 from csa2.formats import FP8, PLAIN, FormatLadder
 from csa2.value import Turnover, step_costs, worth_in_use
 
@@ -68,6 +68,8 @@ def sealed_format(
         if roomy:
             fresh = facts.prompt[pages] & ~facts.shared[pages]
             target[fresh] = target[fresh].clamp(max=ladder.shared)
+    asked = facts.asked[pages].long()
+    target = torch.where(asked != NOT_ASKED, asked, target)
     # The attention sinks: 64 tokens that every later query reads; they cost one page and carry the most weight.
     target[facts.first[pages]] = PLAIN
     return target

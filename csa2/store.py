@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from csa2.arena import Arena
-from csa2.capacity import ArenaPlan
+from csa2.capacity import ArenaPlan, PinnedPages
 from csa2.codec.codec import PageCodec
 from csa2.codec.queries import QuerySamples
 from csa2.codec.sealing import CODEC_BATCH_PAGES, ReferenceSealer, Sealer, Wave, standing_from
 from csa2.controller import Mix, deal
 from csa2.errors import IntegrityError
-from csa2.facts import PageFacts, Usage
+from csa2.facts import NOT_ASKED, PageFacts, Usage
 from csa2.formats import PLAIN, UNMAPPED, FormatLadder
 from csa2.positions import check_positions, record_positions
 from csa2.residency import DemotionRound, DemotionSteps, demotion_steps, sealed_format
@@ -43,6 +43,7 @@ class PageStore:
         """Formats that old private pages get."""
         self.clock = 0
         self._open_pages: int | None = None
+        self._pinned: PinnedPages | None = None
         self.mapped_total = 0
         names = ladder.names
         self.demotions_total = {f"{a}->{b}": 0 for i, a in enumerate(names) for b in names[i + 1 :]}
@@ -61,6 +62,25 @@ class PageStore:
         """Mapped pages that are never merged; 0 where no format merges."""
         plan = self.arena.plan
         return int(self.facts.first[1:].sum()) if plan.guard != plan.end else 0
+
+    @property
+    def pinned(self) -> PinnedPages:
+        """Pages of pinned documents, which stay whatever happens."""
+        if self._pinned is None:
+            pages, plan = self.facts.pinned, self.arena.plan
+            guarded = int((pages & self.facts.first).sum()) if plan.guard != plan.end else 0
+            self._pinned = PinnedPages(int(pages.sum()) - guarded, guarded)
+        return self._pinned
+
+    def pin(self, pages: Tensor, *, pinned: bool = True) -> None:
+        """Mark mapped `pages` as those of a pinned document, or no longer."""
+        self._pinned = None
+        self.facts.pinned[pages] = pinned
+
+    def ask(self, pages: Tensor, index: int) -> None:
+        """Give `pages` the format `index` as theirs; where two documents ask, the larger one counts."""
+        before = self.facts.asked[pages]
+        self.facts.asked[pages] = torch.where(before == NOT_ASKED, index, before.clamp(max=index)).to(torch.int8)
 
     @property
     def mapped_pages(self) -> int:
@@ -90,13 +110,13 @@ class PageStore:
 
     def unmap_pages(self, pages: Tensor) -> None:
         """Give back mapped `pages`; their bytes are gone."""
-        self._open_pages = None
+        self._open_pages = self._pinned = None
         self.arena.release(pages)
         self.facts.forget(pages)
 
     def clear(self) -> None:
         """Unmap every page."""
-        self._open_pages = None
+        self._open_pages = self._pinned = None
         self.arena.clear()
         self.facts.forget(torch.arange(1, self.arena.formats.numel()))
         self.samples.clear()
@@ -249,6 +269,11 @@ class PageStore:
         known, self._open_pages = self._open_pages, None
         if known not in (None, self.open_pages):
             raise IntegrityError(f"{self.open_pages} pages are open, {known} were counted")
+        counted, self._pinned = self._pinned, None
+        if counted not in (None, self.pinned):
+            raise IntegrityError(f"{self.pinned} pages are pinned, {counted} were counted")
+        if bool((self.facts.pinned & (self.facts.written < self.page_size)).any()):
+            raise IntegrityError("a pinned page is not full")
         if bool((self.facts.written > self.page_size).any()):
             raise IntegrityError("a page has more writes than slots")
         if bool((self.facts.written[self.arena.formats == UNMAPPED] != 0).any()):

@@ -14,6 +14,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.utils import get_num_new_pages
 from torch import Tensor
 
+from csa2.capacity import NOTHING_PINNED, PinnedPages
 from csa2.errors import IntegrityError
 from csa2.facts import Usage
 from csa2.formats import PLAIN
@@ -114,15 +115,19 @@ class Csa2Allocator(PagedTokenToKVPoolAllocator):
         prompt = -(-input_tokens // self.store.page_size) * self.store.page_size
         return max(0, min(max_new_tokens, self.longest_request_tokens(chunk_size, token_capacity) - prompt))
 
-    def longest_request_tokens(self, chunk_size: int | None, token_capacity: int) -> int:
-        """Tokens of the longest request that an empty arena serves: its prompt, rounded up to pages, and its answer."""
+    def longest_request_tokens(
+        self, chunk_size: int | None, token_capacity: int, pinned: PinnedPages = NOTHING_PINNED
+    ) -> int:
+        """Tokens of the longest request that an arena with nothing but `pinned` serves: its prompt, rounded up to pages, and
+        its answer."""
         plan, page_size = self.store.arena.plan, self.store.page_size
         overhead = (1 + request_overhead_pages(self.store)) * page_size
-        guarded = self.store.protected_pages
-        room = min(plan.small_room(WRITTEN_PAGES, guarded) * page_size, token_capacity) - overhead - 1
+        guarded = self.store.protected_pages + pinned.guarded
+        room = (plan.small_room(WRITTEN_PAGES, guarded) - pinned.sealed) * page_size
+        room = min(room, token_capacity - pinned.total * page_size) - overhead - 1
         if chunk_size is None or chunk_size <= 0:
             # In one pass, again after a retraction. A sealed page found in the tree then takes a slab from the plain ones.
-            room = min(room, plan.plain_room(1, guarded) * page_size)
+            room = min(room, plan.plain_room(1 + pinned.sealed, guarded) * page_size)
         return max(0, room)
 
     def check_decode_capacity(

@@ -135,6 +135,14 @@ class Csa2ServerArgs(ServerArgs, kw_only=True, dict=True):  # type: ignore[call-
         int,
         Arg(help="Generated tokens, all requests together, between two looks of --csa2-ratio auto at the arena."),
     ] = _DEFAULTS.adjust_interval
+    csa2_documents: Annotated[
+        str | None,
+        Arg(
+            help="Folder of documents that the HTTP server encodes and pins before it answers: *.txt and *.md as text, "
+            "*.json as chat messages, the name without its ending as id. One that cannot be pinned ends the start. "
+            "sgl.Engine, which has no HTTP server, does not load it."
+        ),
+    ] = _DEFAULTS.documents
     csa2_calibration: Annotated[
         str | None,
         Arg(
@@ -217,6 +225,7 @@ def options_from(server_args: Any) -> CacheOptions:
         high_watermark=_number(server_args, "csa2_high_watermark"),
         low_watermark=_number(server_args, "csa2_low_watermark"),
         adjust_interval=_whole_number(server_args, "csa2_adjust_interval"),
+        documents=_text_or_none(server_args.csa2_documents),
         calibration=_text_or_none(server_args.csa2_calibration),
         key_scale=cast(KeyScale, server_args.csa2_key_scale),
         protect_tokens=_whole_number(server_args, "csa2_protect_tokens"),

@@ -129,8 +129,10 @@ class ByteBudget(PrefillBudget):
         evictable: int = self.tree_cache.evictable_size() // self.page_size
         staying = self.store.mapped_pages - evictable
         open_pages = self.store.open_pages
-        # Some of the guarded ones may be evictable. Never more than stay, so that an idle server counts none.
-        guarded = min(self.store.guarded_pages, staying)
+        # Some of the guarded ones may be evictable. Never more than stay, so that an idle server counts those that are
+        # pinned and no others.
+        pinned = self.store.pinned
+        guarded = min(self.store.guarded_pages, staying - pinned.sealed)
         return open_pages, guarded, staying - open_pages
 
     def _chunk(self, wanted: int, chunk_limit: int | None) -> int | None:

@@ -14,7 +14,7 @@ import msgspec
 from sglang.srt.managers.io_struct import BaseReq, hook_custom_types
 from sglang.utils import TypeBasedDispatcher
 
-from csa2.errors import Csa2Error, OptionError
+from csa2.errors import Csa2Error, DocumentConflictError, DocumentError, OptionError, UnknownDocumentError
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,35 @@ def _set_ratio(scheduler: Any, payload: dict[str, Any]) -> Any:
     return {"ratio": ratio.controller.target, "automatic": ratio.controller.is_automatic}
 
 
-OPERATIONS: dict[str, Operation] = {"stats": _stats, "ratio": _set_ratio}
+def _document_operation(run: Callable[[Any, dict[str, Any]], Any]) -> Operation:
+    """`run` on the documents of a scheduler, its errors as statuses."""
+
+    def operation(scheduler: Any, payload: dict[str, Any]) -> Any:
+        try:
+            return run(scheduler.csa2_steward.documents, payload)
+        except DocumentError as error:
+            raise OperationError(str(error), _document_status(error)) from error
+
+    return operation
+
+
+def _document_status(error: DocumentError) -> int:
+    if isinstance(error, UnknownDocumentError):
+        return HTTPStatus.NOT_FOUND
+    return HTTPStatus.CONFLICT if isinstance(error, DocumentConflictError) else HTTPStatus.BAD_REQUEST
+
+
+OPERATIONS: dict[str, Operation] = {
+    "stats": _stats,
+    "ratio": _set_ratio,
+    "document_add": _document_operation(lambda documents, payload: documents.add(**payload)),
+    "document": _document_operation(lambda documents, payload: documents.view(documents.book.get(payload["document_id"]))),
+    "documents": _document_operation(lambda documents, _: {"documents": [documents.view(d) for d in documents.book]}),
+    "document_remove": _document_operation(lambda documents, payload: documents.remove(**payload)),
+    "documents_remove": _document_operation(
+        lambda documents, _: {"documents": [documents.remove(d.id) for d in documents.book]}
+    ),
+}
 
 
 def install() -> None:

@@ -19,10 +19,15 @@ def before_setup_and_run_http_server(*_args: Any, **_kwargs: Any) -> None:
     """Add the routes when csa2 is on. BEFORE hook of `_setup_and_run_http_server`, in the launcher."""
     from sglang.srt.entrypoints import http_server
 
-    from sglang_csa2.args import enabled_here
+    from sglang_csa2.args import enabled_here, options_here
 
-    if enabled_here():
-        add_routes(http_server.app)
+    if not enabled_here():
+        return
+    add_routes(http_server.app)
+    if (folder := options_here().documents) is not None:
+        from sglang_csa2.document_routes import load_at_start
+
+        load_at_start(http_server.app, folder)
 
 
 def add_routes(app: Any) -> None:
@@ -33,17 +38,20 @@ def add_routes(app: Any) -> None:
     """
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
+    from sglang_csa2.document_routes import add_document_routes
+
     if any(getattr(route, "path", None) == STATS_PATH for route in app.routes):
         return
     # UPSTREAM(sglang 0.5.23: not through an APIRouter. With FastAPI 0.165 its auth and request metrics take each route
     # of an included router for one without auth level or path). The app brings SGLang's ORJSONRoute along.
     app.add_api_route(STATS_PATH, get_stats, methods=["GET"])
     app.add_api_route(RATIO_PATH, auth_level(AuthLevel.ADMIN_OPTIONAL)(post_ratio), methods=["POST"])
+    add_document_routes(app)
 
 
 async def get_stats() -> Response:
     """One reading of the cache, taken between two batches."""
-    return await _reply("stats")
+    return await reply("stats")
 
 
 async def post_ratio(request: Request) -> Response:
@@ -54,23 +62,34 @@ async def post_ratio(request: Request) -> Response:
         body = await _json_body(request, {"ratio"})
         ratio = None if body["ratio"] == "auto" else check_ratio(body["ratio"], "ratio")
     except OptionError as error:
-        return _error(str(error), HTTPStatus.BAD_REQUEST)
-    except _BodyTooLargeError as error:
-        return _error(str(error), HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
-    return await _reply("ratio", {"ratio": ratio})
+        return error_response(str(error), HTTPStatus.BAD_REQUEST)
+    except BodyTooLargeError as error:
+        return error_response(str(error), HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+    return await reply("ratio", {"ratio": ratio})
 
 
-class _BodyTooLargeError(Csa2Error):
-    pass
+class BodyTooLargeError(Csa2Error):
+    """A request body beyond its limit."""
+
+
+async def read_bytes(request: Request, max_bytes: int) -> bytes:
+    """The body of `request`, of which no more than `max_bytes` are read.
+
+    Raises:
+        BodyTooLargeError: there is more.
+    """
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size > max_bytes:
+            raise BodyTooLargeError(f"the body is larger than {max_bytes} bytes")
+        parts.append(part)
+    return b"".join(parts)
 
 
 async def _json_body(request: Request, keys: set[str]) -> dict[str, Any]:
-    """The JSON object in the body, which has these `keys`. No more than `MAX_BODY_BYTES` are read."""
-    body = b""
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            raise _BodyTooLargeError(f"the body is larger than {MAX_BODY_BYTES} bytes")
+    """The JSON object in the body, which has these `keys`."""
+    body = await read_bytes(request, MAX_BODY_BYTES)
     try:
         data = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -80,24 +99,33 @@ async def _json_body(request: Request, keys: set[str]) -> dict[str, Any]:
     return data
 
 
-def _error(message: str, status: int) -> Response:
+def error_response(message: str, status: int) -> Response:
+    """An error as SGLang's own routes answer it."""
+    return json_response({"error": {"message": message}}, status)
+
+
+def json_response(content: Any, status: int) -> Response:
+    """`content` as JSON."""
     from sglang.srt.utils.json_response import orjson_response
 
-    response: Response = orjson_response({"error": {"message": message}}, int(status))
+    response: Response = orjson_response(content, int(status))
     return response
 
 
-async def _reply(op: str, payload: dict[str, Any] | None = None) -> Response:
-    """Run a control operation and answer with its data, or as SGLang's routes do: {"error": {"message": ...}}."""
+async def ask(op: str, payload: dict[str, Any] | None = None) -> tuple[bool, dict[str, Any], int]:
+    """Run a control operation: (whether it went well, its data or {"message": ...}, HTTP status)."""
     from sglang.srt.entrypoints.http_server import get_global_state
-    from sglang.srt.utils.json_response import orjson_response
 
     from sglang_csa2.control import ReplyTimeoutError, call
 
     try:
-        reply = await call(get_global_state().tokenizer_manager, op, payload)
-        content, status = (reply.data if reply.ok else {"error": reply.data}), reply.status
+        answer = await call(get_global_state().tokenizer_manager, op, payload)
     except ReplyTimeoutError as error:
-        content, status = {"error": {"message": str(error)}}, error.status
-    response: Response = orjson_response(content, int(status))
-    return response
+        return False, {"message": str(error)}, error.status
+    return answer.ok, answer.data, answer.status
+
+
+async def reply(op: str, payload: dict[str, Any] | None = None) -> Response:
+    """Run a control operation and answer with its data, or as SGLang's routes do: {"error": {"message": ...}}."""
+    ok, data, status = await ask(op, payload)
+    return json_response(data, status) if ok else error_response(data["message"], status)

@@ -81,7 +81,7 @@ def _values(name: str, inner: Any, argument: Arg) -> str:
     if not argument.choices:
         if inner is int:
             return "tokens"
-        return "folder" if name == "csa2_calibration" else "bytes"
+        return "folder" if name in ("csa2_calibration", "csa2_documents") else "bytes"
     text = ", ".join(_code(choice) for choice in argument.choices)
     served = SERVED.get(name)
     return text if served is None else f"{text} (this version serves {', '.join(_code(value) for value in served)})"

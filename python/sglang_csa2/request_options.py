@@ -4,32 +4,50 @@ UPSTREAM(sglang 0.5.23): BEFORE hook of `Scheduler._add_request_to_queue`; SGLan
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 from csa2.controller import MAX_RATIO, MIN_RATIO, rungs
 from csa2.errors import OptionError
 from csa2.facts import NO_CAP
 from csa2.formats import FormatLadder
+from sglang_csa2.documents import DOCUMENT
 
 PREFIX = "csa2_"
 RATIO = "csa2_ratio"
+STATIC = "csa2_static"
+"""Key of custom_params, and attribute of a request: others will share the pages of its prompt."""
+KEYS = (RATIO, STATIC)
 CAP = "csa2_cap"
 """Attribute of a request: the smallest format that its own pages may have."""
 
 
-def check_params(params: Any) -> float | None:
-    """The ratio that `custom_params` cap the request's tail at, or None.
+class RequestOptions(NamedTuple):
+    """Options of one request."""
+
+    ratio: float | None = None
+    """Cap of its tail."""
+    static: bool = False
+    """Whether the pages of its prompt are treated as shared ones."""
+
+
+def check_params(params: Any) -> RequestOptions:
+    """What `custom_params` of a request ask for.
 
     Raises:
-        OptionError: an unknown key of ours, or a value that is no ratio.
+        OptionError: an unknown key of ours, or a value that makes no sense.
     """
     if not isinstance(params, dict):
-        return None
+        return RequestOptions()
     ours = {key: value for key, value in params.items() if isinstance(key, str) and key.startswith(PREFIX)}
-    unknown = sorted(set(ours) - {RATIO})
+    unknown = sorted(set(ours) - set(KEYS))
     if unknown:
-        raise OptionError(f"custom_params has {unknown[0]!r}, which does not exist: leave it out, the key is {RATIO!r}")
-    return None if RATIO not in ours else check_ratio(ours[RATIO], f"custom_params {RATIO}")
+        raise OptionError(
+            f"custom_params has {_short(unknown[0])}, which does not exist: leave it out, the keys are {' and '.join(KEYS)}"
+        )
+    static = ours.get(STATIC, False)
+    if not isinstance(static, bool):
+        raise OptionError(f"custom_params {STATIC} is {_short(static)}: give true or false")
+    return RequestOptions(check_ratio(ours[RATIO], f"custom_params {RATIO}") if RATIO in ours else None, static)
 
 
 def check_ratio(value: Any, name: str) -> float:
@@ -54,11 +72,14 @@ def before_add_request_to_queue(self: Any, req: Any, *args: Any, **kwargs: Any) 
     steward = getattr(self, "csa2_steward", None)
     if steward is None or hasattr(req, CAP):
         return
+    if steward.documents.submitting is not None:
+        setattr(req, DOCUMENT, steward.documents.submitting)
     cap = NO_CAP
     try:
-        ratio = check_params(req.sampling_params.custom_params)
-        if ratio is not None:
-            cap = cap_of(ratio, steward.store.ladder)
+        options = check_params(req.sampling_params.custom_params)
+        setattr(req, STATIC, options.static)
+        if options.ratio is not None:
+            cap = cap_of(options.ratio, steward.store.ladder)
     except OptionError as error:
         req.set_finish_with_abort(str(error))
     setattr(req, CAP, cap)

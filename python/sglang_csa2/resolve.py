@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from csa2.document_folder import read_folder
 from csa2.errors import IntegrityError, OptionError
 from csa2.impl import fallback_warning, resolve_impl
 from csa2.options import PAGE_SIZE, PAGE_SIZES, CacheOptions
@@ -80,7 +81,10 @@ def early(server_args: Any, previous: Step) -> None:
     if enabled(server_args):
         config = resolving_view(server_args)
         plugin.require_registration()
-        options_from(config).validate()
+        options = options_from(config)
+        options.validate()
+        if options.documents is not None:
+            read_folder(options.documents)  # here, where a mistake ends the start before anything is loaded
         _check_device(config)
         refusals.check_options(config)
         _check_forced(config)

@@ -18,8 +18,9 @@ from csa2.options import CacheOptions
 from csa2.store import PageStore
 from csa2.tail_ratio import TailRatio
 from sglang_csa2.budget import BytePrefillAdder
+from sglang_csa2.documents import DOCUMENT, PinnedDocuments
 from sglang_csa2.pool import store_of
-from sglang_csa2.request_options import CAP
+from sglang_csa2.request_options import CAP, STATIC
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +61,7 @@ class CacheSteward:
         self.req_to_token: Tensor = scheduler.req_to_token_pool.req_to_token
         self.prefix_hit_tokens_total = 0
         self.prompt_tokens_total = 0
+        self.documents = PinnedDocuments(scheduler, self.store)
         self.ratio = TailRatio(self.store, options, self.usage)
         self._next_scan = COLD_SCAN_INTERVAL
         scheduler.token_to_kv_pool_allocator.usage = self.usage
@@ -105,6 +107,8 @@ class CacheSteward:
         """
         held = [req for req in batch.reqs if req.kv is not None and req.kv.req_pool_idx is not None]
         is_decode = batch.forward_mode.is_decode()
+        if not is_decode:
+            self._note_static(held)
         if is_decode and not any(self._page_leaves(req.kv.kv_committed_len) for req in held):
             return NO_PAGES
         rows = torch.tensor([req.kv.req_pool_idx for req in held], dtype=torch.int64)
@@ -112,6 +116,19 @@ class CacheSteward:
         owner, column, pages = self._pages_behind(rows, lengths - self.options.hot_tokens, is_decode)
         self._note_origin(held, owner, column, pages)
         return LeavingPages(pages, self._pages_behind(rows, lengths - self.options.warm_tokens, is_decode)[2])
+
+    def _note_static(self, held: list[Any]) -> None:
+        """Note which pages of prompts others will share, as their requests say."""
+        for req in held:
+            document = getattr(req, DOCUMENT, None)
+            if document is None and not getattr(req, STATIC, False):
+                continue
+            page_size = self.store.page_size
+            end = min(req.kv.kv_committed_len, len(req.origin_input_ids)) // page_size * page_size
+            pages = self.req_to_token[req.kv.req_pool_idx, :end:page_size].long() // page_size
+            self.store.facts.static[pages] = True
+            if document is not None:
+                self.documents.note_pages(document, pages)
 
     def _page_leaves(self, length: int) -> bool:
         """Whether a page of a request of `length` tokens left a window in one of its last decode steps."""
@@ -237,6 +254,9 @@ def around_process_batch_result(orig: Callable[..., Any], self: Any, batch: Any,
         return orig(self, batch, *args, **kwargs)
     pages = steward.leaving_pages(batch)
     result = orig(self, batch, *args, **kwargs)
+    for req in batch.reqs:
+        if hasattr(req, DOCUMENT) and req.finished():
+            steward.documents.ended(req)
     steward.seal(pages)
     if batch.forward_mode.is_decode():
         steward.ratio.after_tokens(len(batch.reqs))

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
-from scheduler_runs import PAGE, Ask, Ending, Result
+from scheduler_runs import PAGE, Ask, Command, Ending, Result
 
 STUCK_TURNS = 300
 """Turns of the loop without a forward pass or an ending after which waiting requests count as stuck."""
@@ -36,6 +36,9 @@ class _Run:
         self.waiting = [Ask(**ask) for ask in job["asks"]]
         self.asks = {ask.rid: ask for ask in self.waiting}
         self.in_flight: int = job["in_flight"]
+        self.commands = [Command(**command) for command in job["commands"]]
+        self.encoding: dict[str, str] = {}
+        """Commands that wait for a document: name -> id."""
         self.sent: list[str] = []
         self.tokens: dict[str, int] = {}
         self.aborted: set[str] = set()
@@ -78,13 +81,18 @@ class _Run:
         """What comes in at this turn of the loop."""
         self.turn += 1
         out = [rid for rid in self.sent if rid not in self.result.endings]
-        progress = (self.scheduler.forward_ct, len(self.result.endings), len(self.sent))
+        self._command()
+        progress = (self.scheduler.forward_ct, len(self.result.endings), len(self.sent), len(self.result.replies))
         if progress != self.seen:
             self.seen, self.changed = progress, self.turn
         if out and self.turn - self.changed > STUCK_TURNS:
             self.result.stuck = out
             raise _Done
-        if not out and not self.waiting and self.turn - self.changed > QUIET_TURNS and self.scheduler.is_fully_idle():
+        if self.encoding and self.turn - self.changed > STUCK_TURNS:
+            self.result.stuck = list(self.encoding)
+            raise _Done
+        waits = self.waiting or self.commands or self.encoding
+        if not out and not waits and self.turn - self.changed > QUIET_TURNS and self.scheduler.is_fully_idle():
             raise _Done
         arriving = self._aborts(out)
         while self.waiting and len(out) < self.in_flight and self._is_due(self.waiting[0]):
@@ -94,8 +102,41 @@ class _Run:
             arriving.append(_request(ask))
         return arriving
 
-    def _is_due(self, ask: Ask) -> bool:
-        return ask.after is None or ask.after[0] in self.result.endings or self._tokens_of(ask.after[0]) >= ask.after[1]
+    def _is_due(self, ask: Ask | Command) -> bool:
+        if ask.after is None:
+            return True
+        name, tokens = ask.after
+        return name in self.result.endings or name in self.result.replies or 0 < tokens <= self._tokens_of(name)
+
+    def _command(self) -> None:
+        """The next command that is due, and what came of documents."""
+        for name, document_id in list(self.encoding.items()):
+            status, data = self._control("document", {"document_id": document_id})
+            if data.get("state") != "waiting":
+                self.result.replies[name] = (status, data)
+                del self.encoding[name]
+        if not self.commands or not self._is_due(self.commands[0]):
+            return
+        command = self.commands.pop(0)
+        if command.op == "flush":
+            reply: Any = (200, self.scheduler.flush_cache())
+        elif command.op == "new weights":
+            from types import SimpleNamespace
+
+            asked = SimpleNamespace(flush_cache=True, torch_empty_cache=False)
+            reply = (200, self.scheduler.weight_updater.flush_cache_after_weight_update(asked, True, "done"))
+        else:
+            reply = self._control(command.op, command.payload)
+        if command.op == "document_add" and reply[0] == 200:
+            self.encoding[command.name] = command.payload["document_id"]
+        else:
+            self.result.replies[command.name] = reply
+
+    def _control(self, op: str, payload: dict[str, Any]) -> tuple[int, Any]:
+        from sglang_csa2.control import Csa2ControlReq, handle
+
+        reply = handle(self.scheduler, Csa2ControlReq(op=op, payload=payload))
+        return reply.status, reply.data
 
     def _aborts(self, out: list[str]) -> list[Any]:
         from sglang.srt.managers.io_struct import AbortReq
@@ -140,8 +181,14 @@ class _Run:
         assert not faults, faults
         self.result.stats = msgspec.to_builtins(read_stats(self.scheduler))
         self.result.tree_tokens = tree.evictable_size()
-        assert (tree.protected_size(), store.open_pages) == (0, 0)
-        assert store.mapped_pages * PAGE == self.result.tree_tokens
+        pinned = store.pinned.total
+        assert (tree.protected_size(), store.open_pages) == (pinned * PAGE, 0)
+        assert store.mapped_pages * PAGE == self.result.tree_tokens + pinned * PAGE
+        if pinned:
+            assert self.scheduler.flush_cache()
+            assert (store.mapped_pages, tree.evictable_size()) == (pinned, 0)
+            status, _ = self._control("documents_remove", {})
+            assert (status, store.pinned.total, tree.protected_size()) == (200, 0, 0)
         assert self.scheduler.flush_cache()
         assert store.mapped_pages == 0
 
@@ -244,7 +291,9 @@ def _request(ask: Ask) -> Any:
     from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
     from sglang.srt.sampling.sampling_params import SamplingParams
 
-    sampling = SamplingParams(max_new_tokens=ask.max_new_tokens, temperature=0, ignore_eos=ask.ignore_eos)
+    sampling = SamplingParams(
+        max_new_tokens=ask.max_new_tokens, temperature=0, ignore_eos=ask.ignore_eos, custom_params=ask.custom_params
+    )
     sampling.normalize(None)
     return TokenizedGenerateReqInput(
         rid=ask.rid,
@@ -259,6 +308,7 @@ def _request(ask: Ask) -> Any:
         top_logprobs_num=0,
         token_ids_logprob=None,
         stream=False,
+        extra_key=ask.extra_key,
     )
 
 

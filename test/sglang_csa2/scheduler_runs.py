@@ -45,9 +45,22 @@ class Ask:
     max_new_tokens: int
     ignore_eos: bool = True
     after: tuple[str, int] | None = None
-    """Sent when this other request has so many tokens."""
+    """Sent when this other request has so many tokens, or this command is answered."""
+    extra_key: str | None = None
+    custom_params: dict[str, Any] | None = None
     abort_after: int | None = None
     """Aborted when it has so many tokens; 0 at once."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """One control operation, or "flush", or "new weights"."""
+
+    name: str
+    op: str
+    payload: dict[str, Any] = field(default_factory=dict)
+    after: tuple[str, int] | None = None
+    """Sent when this request has so many tokens, or this command is answered; a document is when it is encoded."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +79,8 @@ class Result:
     """What a run gave."""
 
     endings: dict[str, Ending] = field(default_factory=dict)
+    replies: dict[str, Any] = field(default_factory=dict)
+    """(status, data) of each command by its name."""
     stuck: list[str] = field(default_factory=list)
     max_prompt_tokens: int = 0
     """Prompts of so many tokens and more are refused."""
@@ -96,17 +111,25 @@ class SchedulerForks:
             )
 
     def run(
-        self, asks: Sequence[Ask], plain_pages: int, in_flight: int = 1000, new_token_ratio: float = 0.7, **options: Any
+        self,
+        asks: Sequence[Ask],
+        plain_pages: int,
+        in_flight: int = 1000,
+        new_token_ratio: float = 0.7,
+        commands: Sequence[Command] = (),
+        **options: Any,
     ) -> Result:
         """Serve `asks`, at most `in_flight` at a time, in an arena of so many plain pages.
 
         Args:
             new_token_ratio: share of a request's tokens to come that SGLang expects at first; small makes it retract.
+            commands: what to do meanwhile.
             options: further fields of `ServerArgs`.
         """
         options = {"csa2_arena_size": plain_pages * PLAIN_PAGE_BYTES, "chunked_prefill_size": 256, **options}
         env = {**STRICT, "SGLANG_INIT_NEW_TOKEN_RATIO": str(new_token_ratio)}
         job = {"asks": [asdict(ask) for ask in asks], "in_flight": in_flight, "options": options, "env": env}
+        job["commands"] = [asdict(command) for command in commands]
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(json.dumps(job), file=self._process.stdin, flush=True)

@@ -34,6 +34,7 @@ ALL_OPTIONS = {
     "csa2_high_watermark": 0.9,
     "csa2_low_watermark": 0.5,
     "csa2_adjust_interval": 32,
+    "csa2_documents": "documents",
     "csa2_calibration": "calibration",
     "csa2_rope": "separated",
     "csa2_impl": "reference",
@@ -63,6 +64,8 @@ def llama(tmp_path, monkeypatch):
     )
     order = torch.arange(64, dtype=torch.int16).expand(2, 1, 64)
     save(Calibration(config=config, channel_order=order, losses=torch.zeros(0, 2, 1)), tmp_path / "calibration")
+    (tmp_path / "documents").mkdir()
+    (tmp_path / "documents" / "a.txt").write_text("text")
     monkeypatch.chdir(tmp_path)
     return str(write_model(tmp_path / "llama"))
 

@@ -60,6 +60,7 @@ def sglang_app() -> Iterator[FastAPI]:
 def set_enabled(monkeypatch: pytest.MonkeyPatch, enabled: bool) -> None:
     module: Any = ModuleType("sglang_csa2.args")
     module.enabled_here = lambda: enabled
+    module.options_here = lambda: SimpleNamespace(documents=None)
     monkeypatch.setitem(sys.modules, "sglang_csa2.args", module)
 
 

@@ -11,25 +11,34 @@ from csa2.errors import OptionError
 from csa2.facts import NO_CAP
 from csa2.formats import make_ladder
 from sgl_kernels.page_layout import PageGeometry
-from sglang_csa2.request_options import CAP, before_add_request_to_queue, cap_of, check_params
+from sglang_csa2.request_options import CAP, STATIC, RequestOptions, before_add_request_to_queue, cap_of, check_params
 
 LADDER = make_ladder(PageGeometry(1, 1, 64, 64, torch.bfloat16), "fp4")
 
 
 @pytest.mark.parametrize("params", [None, {}, {"thinking_budget": 5}, [1], {3: 4}])
 def test_params_of_others_are_none_of_our_business(params: Any) -> None:
-    assert check_params(params) is None
+    assert check_params(params) == RequestOptions()
 
 
 @pytest.mark.parametrize(("value", "ratio"), [(1, 1.0), (2, 2.0), (2.5, 2.5), (8, 8.0)])
 def test_a_ratio(value: Any, ratio: float) -> None:
-    assert check_params({"csa2_ratio": value, "other": True}) == ratio
+    assert check_params({"csa2_ratio": value, "other": True}) == RequestOptions(ratio)
 
 
 @pytest.mark.parametrize("value", [0, 0.5, 9, -2, "2", None, True, math.nan, math.inf, [2], {"a": 1}, "x" * 10**6])
 def test_nonsense_names_what_is_allowed(value: Any) -> None:
     with pytest.raises(OptionError, match="give a number from 1 to 8") as caught:
         check_params({"csa2_ratio": value})
+    assert len(str(caught.value)) < 150
+
+
+@pytest.mark.parametrize("value", [0, 1, "true", None, [True], {"a": True}, "x" * 10**6])
+def test_static_is_true_or_false(value: Any) -> None:
+    assert check_params({"csa2_static": True}) == RequestOptions(static=True)
+    assert check_params({"csa2_static": False}) == RequestOptions()
+    with pytest.raises(OptionError, match="custom_params csa2_static is .*: give true or false") as caught:
+        check_params({"csa2_static": value})
     assert len(str(caught.value)) < 150
 
 
@@ -51,9 +60,12 @@ class FakeRequest:
         self.aborted.append(message)
 
 
+NO_DOCUMENTS = SimpleNamespace(submitting=None)
+
+
 def queued(params: Any) -> FakeRequest:
     request = FakeRequest(params)
-    scheduler = SimpleNamespace(csa2_steward=SimpleNamespace(store=SimpleNamespace(ladder=LADDER)))
+    scheduler = SimpleNamespace(csa2_steward=SimpleNamespace(store=SimpleNamespace(ladder=LADDER), documents=NO_DOCUMENTS))
     before_add_request_to_queue(scheduler, request)
     before_add_request_to_queue(scheduler, request)  # after a retraction
     return request
@@ -62,6 +74,8 @@ def queued(params: Any) -> FakeRequest:
 def test_a_request_is_marked_once() -> None:
     assert getattr(queued({"csa2_ratio": 1}), CAP) == LADDER.warm
     assert getattr(queued(None), CAP) == NO_CAP
+    assert getattr(queued({"csa2_static": True}), STATIC)
+    assert not getattr(queued(None), STATIC)
 
 
 def test_nonsense_ends_the_request() -> None:
