@@ -272,8 +272,6 @@ class PageStore:
         counted, self._pinned = self._pinned, None
         if counted not in (None, self.pinned):
             raise IntegrityError(f"{self.pinned} pages are pinned, {counted} were counted")
-        if bool((self.facts.pinned & (self.facts.written < self.page_size)).any()):
-            raise IntegrityError("a pinned page is not full")
         if bool((self.facts.written > self.page_size).any()):
             raise IntegrityError("a page has more writes than slots")
         if bool((self.facts.written[self.arena.formats == UNMAPPED] != 0).any()):

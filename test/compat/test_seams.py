@@ -105,6 +105,26 @@ PARAMETERS = {
         "model_loader.loader.DefaultModelLoader.postprocess_weights": ("model", "target_device"),
         "model_loader.loader.DefaultModelLoader.restore_weights_before_loading": ("model", "target_device"),
     },
+    "documents": {
+        "managers.scheduler.Scheduler.handle_generate_request": ("self", "recv_req"),
+        "managers.scheduler.Scheduler.abort_request": ("self", "recv_req"),
+        "managers.scheduler.Scheduler.send_abort_output": ("self", "abort_req", "req"),
+        "managers.scheduler.Scheduler.flush_cache": ("self",),
+        "managers.scheduler.Scheduler.is_fully_idle": ("self", "ignore_waiting"),
+        "managers.scheduler_components.output_streamer.SchedulerOutputStreamer.stream_output": ("self", "reqs"),
+        "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.flush_cache_after_weight_update": (
+            "self",
+            "recv_req",
+        ),
+        "mem_cache.radix_cache.RadixKey": ("token_ids", "extra_key"),
+        "mem_cache.unified_radix_cache.UnifiedRadixCache.lock": ("self", "node_id"),
+        "mem_cache.unified_radix_cache.UnifiedRadixCache.unlock": ("self", "lock"),
+        "mem_cache.unified_radix_cache.UnifiedRadixCache.path_device_indices": ("self", "node"),
+    },
+    "document_tokens": {
+        "entrypoints.openai.serving_tokenize.OpenAIServingTokenize._tokenize_chat_request": ("self", "request"),
+        "entrypoints.openai.serving_tokenize.OpenAIServingTokenize": ("tokenizer_manager", "template_manager"),
+    },
     "http": {
         "entrypoints.http_server.get_global_state": (),
         "utils.auth.auth_level": ("level",),
@@ -143,6 +163,15 @@ ATTRIBUTES = {
         "managers.schedule_batch.ReqKvInfo": ("kv_allocated_len", "kv_committed_len", "req_pool_idx"),
         "mem_cache.memory_pool.ReqToTokenPool": ("req_to_token",),
     },
+    "documents": {
+        "managers.scheduler.Scheduler": (
+            "_engine_paused", "chunked_prefill_size", "grammar_manager", "max_req_len", "model_config", "tree_cache",
+        ),
+        "managers.schedule_batch.Req": ("finished_reason", "rid"),
+        "managers.io_struct.AbortReq": ("rid",),
+        "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager": ("scheduler",),
+    },
+    "document_tokens": {"entrypoints.openai.protocol.TokenizeRequest": ("add_generation_prompt", "messages")},
     "pool": {
         "mem_cache.memory_pool.MHATokenToKVPool": (
             "device", "dtype", "head_dim", "head_num", "k_buffer", "layer_num", "page_size", "size", "start_layer",

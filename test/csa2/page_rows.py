@@ -49,7 +49,7 @@ def facts_of(rows: list[dict]) -> Pages:
     for page, row in enumerate(rows, 1):
         facts.turn[page] = TURNOVER.mapped_total - TURNOVER.mapped * row.get("age", 0)
         facts.written[page] = row.get("written", SIZE)
-        for name in ("last_use", "hits", "first", "prompt", "pinned", "priority", "cap"):
+        for name in ("last_use", "hits", "first", "prompt", "pinned", "static", "asked", "priority", "cap"):
             if name in row:
                 getattr(facts, name)[page] = row[name]
         formats[page] = row.get("format", PLAIN)

@@ -63,11 +63,23 @@ def test_a_cap_limits_the_tail_of_its_request():
     assert target.tolist() == [ladder.warm, ladder.end]
 
 
+@pytest.mark.parametrize("old", [True, False])
+def test_a_document_chooses_its_format_and_a_static_page_has_that_of_shared_ones(old):
+    ladder = with_shared("fp8", LADDERS["csa2-8x"])
+    rows = [{"asked": PLAIN}, {"asked": ladder.warm, "pinned": True}, {"asked": ladder.end, "hits": 1}, {"static": True}]
+    facts, _, _ = facts_of([*rows, {"asked": ladder.warm, "first": True}])
+    pages = torch.arange(1, 6)
+    target = sealed_format(facts, pages, torch.full((5,), old), tails(5, ladder), ladder)
+    assert target.tolist() == [PLAIN, ladder.warm, ladder.end, FP8, PLAIN]
+
+
 def test_forgotten_pages_are_as_new():
-    facts, _, _ = facts_of([{"last_use": 5, "hits": 2, "first": True, "written": 3, "cap": 2, "pinned": True}] * 2)
+    facts, _, _ = facts_of(
+        [{"last_use": 5, "hits": 2, "first": True, "written": 3, "cap": 2, "pinned": True, "static": True, "asked": 1}] * 2
+    )
     facts.reader[1:] = 7
     facts.forget(torch.tensor([2]))
     fresh = PageFacts.empty(3)
-    for name in ("last_use", "hits", "first", "written", "reader", "cap", "pinned", "turn"):
+    for name in ("last_use", "hits", "first", "written", "reader", "cap", "pinned", "static", "asked", "turn"):
         assert getattr(facts, name)[2] == getattr(fresh, name)[2]
         assert getattr(facts, name)[1] != getattr(fresh, name)[1]

@@ -275,3 +275,35 @@ def test_damage_is_found(name, damage, message):
         getattr(store.facts, name)[page] = value
     with pytest.raises(IntegrityError, match=message):
         store.check_integrity()
+
+
+def test_pinned_pages_are_counted_with_the_first_ones_apart():
+    store = make_store(num_slabs=12, ladder=LADDERS["csa2-8x"])
+    pages = torch.tensor([1, 2, 3, 4])
+    full_pages(store, pages.tolist())
+    store.facts.first[torch.tensor([1, 4])] = True
+    assert (store.pinned.sealed, store.pinned.guarded) == (0, 0)
+    store.pin(pages[:3])
+    assert (store.pinned.sealed, store.pinned.guarded, store.pinned.total) == (2, 1, 3)
+    store.check_integrity()
+    store.pin(pages[:2], pinned=False)
+    assert store.pinned.total == 1
+    store.unmap_pages(pages[2:])
+    assert store.pinned.total == 0
+    store.pin(pages[:1])
+    store.facts.pinned[2] = True
+    assert store.pinned.total == 1
+    with pytest.raises(IntegrityError, match="pages are pinned"):
+        store.check_integrity()
+    store.clear()
+    assert store.pinned.total == 0
+
+
+def test_where_two_documents_ask_the_larger_format_counts():
+    store = make_store(ladder=LADDERS["csa2-8x"])
+    pages = torch.tensor([1, 2, 3])
+    full_pages(store, pages.tolist())
+    store.ask(pages[:2], SMALL)
+    store.ask(pages[1:], FP8)
+    store.ask(pages[1:2], SMALL)
+    assert store.facts.asked[pages].tolist() == [SMALL, FP8, FP8]

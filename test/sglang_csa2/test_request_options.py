@@ -37,7 +37,7 @@ def test_nonsense_names_what_is_allowed(value: Any) -> None:
 def test_static_is_true_or_false(value: Any) -> None:
     assert check_params({"csa2_static": True}) == RequestOptions(static=True)
     assert check_params({"csa2_static": False}) == RequestOptions()
-    with pytest.raises(OptionError, match="custom_params csa2_static is .*: give true or false") as caught:
+    with pytest.raises(OptionError, match=r"custom_params csa2_static is .*: give true or false") as caught:
         check_params({"csa2_static": value})
     assert len(str(caught.value)) < 150
 
