@@ -133,7 +133,8 @@ class ByteBudget(PrefillBudget):
         # pinned and no others.
         pinned = self.store.pinned
         guarded = min(self.store.guarded_pages, staying - pinned.sealed)
-        return open_pages, guarded, staying - open_pages
+        # A guarded page counts as another one too, since it may be open. A pinned one never is.
+        return open_pages, guarded, staying - open_pages - pinned.guarded
 
     def _chunk(self, wanted: int, chunk_limit: int | None) -> int | None:
         """Tokens of whole pages for this pass, at most `chunk_limit`; None if there is no room for a page."""

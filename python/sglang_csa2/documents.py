@@ -121,11 +121,11 @@ class PinnedDocuments:
         else:
             self._pin(document)
 
-    def aborted(self, req: Any) -> None:
+    def aborted(self, req: Any, reason: dict[str, Any] | None) -> None:
         """The request was taken out of the queue."""
         document: Document = getattr(req, DOCUMENT)
         if document.state == "waiting" and document in self.book and req.rid == _rid(document):
-            self._fail(document, "its request was aborted")
+            self._fail(document, str((reason or {}).get("message") or "its request was aborted"))
 
     def pages_dropped(self) -> None:
         """Encode all documents again: the cache was emptied, with everything in it."""
@@ -275,7 +275,7 @@ def around_send_abort_output(
     documents = _documents_of(self)
     if documents is None or not hasattr(req, DOCUMENT):
         return orig(self, abort_req, req)
-    documents.aborted(req)
+    documents.aborted(req, abort_req.finished_reason)
     return None
 
 

@@ -168,7 +168,7 @@ ATTRIBUTES = {
             "_engine_paused", "chunked_prefill_size", "grammar_manager", "max_req_len", "model_config", "tree_cache",
         ),
         "managers.schedule_batch.Req": ("finished_reason", "rid"),
-        "managers.io_struct.AbortReq": ("rid",),
+        "managers.io_struct.AbortReq": ("finished_reason", "rid"),
         "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager": ("scheduler",),
     },
     "document_tokens": {"entrypoints.openai.protocol.TokenizeRequest": ("add_generation_prompt", "messages")},

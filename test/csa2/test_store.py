@@ -291,8 +291,8 @@ def test_pinned_pages_are_counted_with_the_first_ones_apart():
     store.unmap_pages(pages[2:])
     assert store.pinned.total == 0
     store.pin(pages[:1])
-    store.facts.pinned[2] = True
     assert store.pinned.total == 1
+    store.facts.pinned[2] = True
     with pytest.raises(IntegrityError, match="pages are pinned"):
         store.check_integrity()
     store.clear()

@@ -1,4 +1,4 @@
-"""Pinned documents of a real server: loaded at start, encoded, found, kept under pressure, removed; and docs/documents.md."""
+"""Pinned documents of a real server: loaded at start, encoded, found, kept under pressure, removed; and their docs."""
 
 import json
 import os

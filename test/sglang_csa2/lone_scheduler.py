@@ -117,9 +117,15 @@ class _Run:
                 del self.encoding[name]
         if not self.commands or not self._is_due(self.commands[0]):
             return
+        if self.commands[0].op in ("flush", "new weights") and not self.scheduler.is_fully_idle():
+            return
         command = self.commands.pop(0)
         if command.op == "flush":
             reply: Any = (200, self.scheduler.flush_cache())
+        elif command.op == "abort all":
+            from sglang.srt.managers.io_struct import AbortReq
+
+            reply = (200, self.scheduler.abort_request(AbortReq(rid="", abort_all=True)))
         elif command.op == "new weights":
             from types import SimpleNamespace
 

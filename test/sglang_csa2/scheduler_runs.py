@@ -54,7 +54,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Command:
-    """One control operation, or "flush", or "new weights"."""
+    """One control operation, or "flush", "new weights", "abort all"."""
 
     name: str
     op: str

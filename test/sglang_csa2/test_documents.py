@@ -215,6 +215,16 @@ def test_a_document_is_removed_while_it_waits(forks: SchedulerForks) -> None:
     assert [(d["tokens"], d["state"]) for d in result.replies["list"][1]["documents"]] == [(4 * PAGE, "resident")]
 
 
+def test_a_document_whose_request_is_aborted_fails_and_can_be_sent_again(forks: SchedulerForks) -> None:
+    text = words(1, 12 * PAGE)
+    commands = [add("doc", text), Command("abort", "abort all"), add("doc", text, "doc", "again")]
+    result = forks.run([], 31, commands=commands, **{**SMALL, "chunked_prefill_size": PAGE})
+    served(result)
+    assert result.replies["doc"][1]["state"] == "failed"
+    assert "abort" in result.replies["doc"][1]["message"].lower()
+    assert result.replies["again"][1]["state"] == "resident"
+
+
 @pytest.mark.parametrize("policy", ["lru", "slru"])
 def test_other_eviction_policies_keep_documents_too(forks: SchedulerForks, policy: str) -> None:
     text = words(1, 6 * PAGE)
