@@ -11,6 +11,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult, Ins
 from sglang.srt.mem_cache.registry import TreeCacheBuildContext, create_unified_radix_cache
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from sglang.srt.runtime_context import get_schedule
 from torch import Tensor
 
 from csa2.store import PageStore
@@ -66,7 +67,10 @@ class Csa2RadixCache(UnifiedRadixCache):
         if req.priority:
             row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, : up_to // self.page_size * self.page_size]
             pages = row[:: self.page_size].long() // self.page_size
-            self.store.facts.priority[pages] = self.store.facts.priority[pages].clamp(min=int(req.priority))
+            low_first = bool(get_schedule().schedule_low_priority_values_first)
+            self.store.facts.priority[pages] = self.store.facts.priority[pages].clamp(
+                min=page_priority(req.priority, low_first=low_first)
+            )
 
     def _evict_components(
         self,
@@ -96,6 +100,14 @@ class Csa2RadixCache(UnifiedRadixCache):
     def _counted(self, result: EvictResult) -> EvictResult:
         self.evicted_tokens_total += result.num_tokens_evicted
         return result
+
+
+def page_priority(priority: int, *, low_first: bool) -> int:
+    """What the priority of a request is worth to its pages, the most urgent highest, in the 32 bits of the page facts.
+
+    Clients may send any number, and SGLang gives those without one the least urgent of 64 bits.
+    """
+    return max(-(2**31), min(2**31 - 1, -priority if low_first else priority))
 
 
 def make_radix_cache(ctx: TreeCacheBuildContext) -> Csa2RadixCache:

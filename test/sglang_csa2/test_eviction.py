@@ -24,7 +24,7 @@ from csa2.formats import make_ladder
 from csa2.store import PageStore
 from sgl_kernels.page_layout import PageGeometry
 from sglang_csa2.allocator import Csa2Allocator
-from sglang_csa2.radix import Csa2RadixCache
+from sglang_csa2.radix import Csa2RadixCache, page_priority
 
 PAGE = 64
 GEOMETRY = PageGeometry(1, 1, 32, PAGE, torch.bfloat16)
@@ -258,3 +258,13 @@ class ResidencyMachine(RuleBasedStateMachine):
 def test_random_traces():
     fixed = settings(derandomize=True, deadline=None, max_examples=40, stateful_step_count=30)
     run_state_machine_as_test(ResidencyMachine, settings=fixed)
+
+
+def test_any_priority_fits_the_facts_of_a_page():
+    """A request without one has the least of 64 bits where SGLang schedules by priority, and clients send what they like."""
+    least = -(2**63)
+    assert page_priority(least, low_first=False) == -(2**31)
+    assert page_priority(-least - 1, low_first=True) == -(2**31)
+    assert page_priority(10**12, low_first=False) == 2**31 - 1
+    assert page_priority(7, low_first=False) == 7
+    assert page_priority(7, low_first=True) < page_priority(3, low_first=True)
