@@ -186,7 +186,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.store.facts.hits[pages] = hits
         self.store.facts.first[pages] = first
         self.store.facts.prompt[pages] = prompt
-        self.store.facts.pinned[pages] = pinned
+        self.store.pin(pages, pinned=pinned)
         self.store.facts.cap[pages] = cap
         self.store.clock += 1
         depth = pages * 7 % 5

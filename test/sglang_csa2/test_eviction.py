@@ -222,7 +222,7 @@ class ResidencyMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.known)
     def pin(self, data, pinned):
         text = data.draw(st.sampled_from(sorted(self.known)))
-        self.cache.store.facts.pinned[self.cache.match(text)[0]] = pinned
+        self.cache.store.pin(self.cache.match(text)[0], pinned=pinned)
 
     @rule(data=st.data())
     @precondition(lambda self: self.known)
