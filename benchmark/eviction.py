@@ -59,7 +59,7 @@ class NoCodec:
 def make_store(arena_tokens: int, pages: str) -> PageStore:
     """An arena of as many bytes as `arena_tokens` tokens take in bf16, for pages "bf16" or "csa2" (down to 8x)."""
     classes = default_classes(GEOMETRY, merged=True)
-    ladder = make_ladder(GEOMETRY, "fp4", "csa2-8x", "fp8", even_heads("csa2-8x", classes, GEOMETRY))
+    ladder = make_ladder(GEOMETRY, "fp4", "csa2-8x", "fp8", {"csa2-8x": even_heads("csa2-8x", classes, GEOMETRY)})
     ladder = replace(ladder, tail=ladder.warm)
     if pages == "bf16":
         ladder = replace(ladder, layouts=ladder.layouts[:1], warm=PLAIN, tail=PLAIN, shared=PLAIN)

@@ -1,7 +1,8 @@
 """The formats a page can have, in the order of the demotion ladder."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 
@@ -95,20 +96,18 @@ def make_ladder(
     kv_format: str,
     tail: str | None = None,
     shared: str | None = "fp8",
-    heads: tuple[HeadLayout, ...] = (),
+    reduced: Mapping[str, tuple[HeadLayout, ...]] = MappingProxyType({}),
     *,
-    smaller: tuple[PageLayout, ...] = (),
     channel_scales: bool = False,
     separated: bool = False,
 ) -> FormatLadder:
-    """The ladder for one model: model dtype, FP8, 4 bits, then what `tail` names.
+    """The ladder for one model: model dtype, FP8, 4 bits, then the `reduced` formats.
 
     Args:
         kv_format: codes of the 4-bit rung, "fp4" or "int4".
         tail: format of old private pages; None is the 4-bit one.
         shared: format of shared pages; None treats them like private ones.
-        heads: the pieces of a `tail` with reduced channels.
-        smaller: formats below that, in order.
+        reduced: the pieces of each format of `MERGE` that pages can get, the largest format first.
         channel_scales: keys of the 4-bit rung have a scale per channel instead of one per entry.
         separated: coded pages hold keys without their rotation, and positions.
 
@@ -125,9 +124,7 @@ def make_ladder(
         layouts.append(coded_layout("k8v4", "e4m3", four_bit, geometry))
     warm = len(layouts)
     layouts.append(coded_layout(kv_format, four_bit, four_bit, geometry, channel_scales=channel_scales))
-    if tail in MERGE:
-        layouts.append(PageLayout(tail, geometry, heads))
-    layouts.extend(smaller)
+    layouts.extend(PageLayout(name, geometry, heads, basis_set=i) for i, (name, heads) in enumerate(reduced.items()))
     if separated:
         layouts = [replace(layout, is_separated=not layout.is_plain) for layout in layouts]
     ladder = FormatLadder(tuple(layouts), warm, warm, PLAIN)

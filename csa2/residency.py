@@ -64,9 +64,10 @@ def sealed_format(
     target = torch.where(old, tail, tail.clamp(max=ladder.warm))
     target = torch.minimum(target, facts.cap[pages].long().clamp(min=ladder.warm))
     if ladder.shared is not None:
-        target[facts.shared[pages]] = ladder.shared
+        shared = facts.shared[pages]
+        target[shared] = ladder.shared
         if roomy:
-            fresh = facts.prompt[pages] & ~facts.shared[pages]
+            fresh = facts.prompt[pages] & ~shared
             target[fresh] = target[fresh].clamp(max=ladder.shared)
     asked = facts.asked[pages].long()
     target = torch.where(asked != NOT_ASKED, asked, target)

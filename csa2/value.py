@@ -58,10 +58,14 @@ class Turnover:
     mapped: int = 0
     """Pages that are mapped now."""
 
+    def age(self, turn: Tensor) -> Tensor:
+        """float64 age in turnovers of pages last used at `turn`, see `PageFacts.turn`."""
+        return ((self.mapped_total - turn).double() / max(1, self.mapped)).clamp(0, MAX_AGE)
+
 
 def worth(facts: PageFacts, pages: Tensor, turnover: Turnover) -> Tensor:
     """(n,) float64 worth of `pages` (n,)."""
-    age = ((turnover.mapped_total - facts.turn[pages]).double() / max(1, turnover.mapped)).clamp(0, MAX_AGE)
+    age = turnover.age(facts.turn[pages])
     return (1 + torch.log2(1.0 + facts.hits[pages].double())) * torch.exp2(-age)
 
 
@@ -80,5 +84,5 @@ def step_costs(ladder: FormatLadder) -> Tensor:
 
 def eviction_values(facts: PageFacts, turnover: Turnover) -> Tensor:
     """(virtual pages,) float64 value of each page; among the ends of branches the smallest goes first."""
-    age = ((turnover.mapped_total - facts.turn).double() / max(1, turnover.mapped)).clamp(0, MAX_AGE)
+    age = turnover.age(facts.turn)
     return HITS_WEIGHT * torch.log2(1.0 + facts.hits.double()) - age - DEPTH_WEIGHT * facts.depth.double()

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from csa2.codec.merging import WEIGHT_FLOOR
+from csa2.codec.merging import entry_weight
 from sgl_kernels.page_codec.reference import Entries
 
 TEMPERATURE = 0.5
@@ -41,7 +41,7 @@ def relaxed_merge(entries: Entries, importance: Tensor, groups: int, distance: T
     Returns:
         Sum of values (N, heads, E, D) and mass (N, heads, E) of each group, in units of its pivot's weight.
     """
-    weight = importance / importance.mean(-1, keepdim=True).clamp(min=TINY) + WEIGHT_FLOOR
+    weight = entry_weight(importance)
     share = _hard_groups(weight.detach(), groups, distance)
     soft = _soft_groups(weight.log(), groups, distance)
     share = share + (soft - soft.detach())

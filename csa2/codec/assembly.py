@@ -8,7 +8,7 @@ from csa2.codec.codec import PageCodec, make_codec
 from csa2.codec.scorer import Scorer
 from csa2.formats import MERGE, FormatLadder, check_geometry, even_heads, make_ladder
 from csa2.options import CacheOptions
-from sgl_kernels.page_layout import HeadLayout, PageGeometry, PageLayout
+from sgl_kernels.page_layout import HeadLayout, PageGeometry
 from sgl_kernels.rope import Rope
 
 
@@ -42,19 +42,15 @@ def codec_and_ladder(
     classes = tuple(() if head.basis == "identity" else head.key_classes for heads in reduced.values() for head in heads)
     orders, scorer = (None, None) if known is None else (known.orders, known.scorer)
     codec = make_codec(geometry, rotation, classes, orders, rope, scorer)
-    layouts = [PageLayout(name, geometry, heads, basis_set=i) for i, (name, heads) in enumerate(reduced.items())]
-    tail = options.old_page_format
     ladder = make_ladder(
         geometry,
         options.kv_format,
-        None if tail in reduced else tail,
+        options.old_page_format,
         None if options.shared_format == "tail" else options.shared_format,
-        smaller=tuple(layouts),
+        reduced,
         channel_scales=options.key_scale == "channel",
         separated=options.rope == "separated",
     )
-    if tail in reduced:
-        ladder = replace(ladder, tail=ladder.index(tail))
     if known is not None:
         budgeted = ("k8v4", options.kv_format)
         layouts = [

@@ -56,7 +56,7 @@ def merge_entries(entries: Entries, importance: Tensor, groups: int) -> Entries:
         Entries with E' groups each and a bias of at least 0.
     """
     keys, values = entries.keys.float(), entries.values.float()
-    weight = importance / importance.mean(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) + WEIGHT_FLOOR
+    weight = entry_weight(importance)
     if entries.bias is not None:
         weight = weight.masked_fill(entries.bias == -math.inf, 0.0)  # padding
     pivots = torch.topk(weight, groups, dim=-1).indices.sort(-1).values
@@ -77,6 +77,11 @@ def merge_entries(entries: Entries, importance: Tensor, groups: int) -> Entries:
     if positions is not None:
         positions = positions.gather(-1, pivots)
     return Entries(pivot_keys, summed / mass.unsqueeze(-1), bias.clamp_(min=0), positions)
+
+
+def entry_weight(importance: Tensor) -> Tensor:
+    """(..., E) what each entry counts in its group, by its importance (..., E) over that of the page."""
+    return importance / importance.mean(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) + WEIGHT_FLOOR
 
 
 def _squared_distance(x: Tensor, rows: Tensor) -> Tensor:

@@ -170,7 +170,8 @@ class CacheSteward:
         if self.store.clock >= self._next_scan:
             self._next_scan = self.store.clock + COLD_SCAN_INTERVAL
             cold = self.store.cold_pages(COLD_FORWARD_PASSES)
-            self.store.seal(cold, roomy=self.ratio.is_roomy(cold))
+            if cold.numel():
+                self.store.seal(cold, roomy=self.ratio.is_roomy(cold))
 
     def _active_requests(self) -> Iterable[Any]:
         scheduler = self.scheduler

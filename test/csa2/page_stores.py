@@ -27,7 +27,8 @@ CODEC = PageCodec(
     CodecBases(orthonormal_basis(32), reduced_bases(CLASSES, [make_rotation(32, neox=True).prior_order(32)] * 2, 32))
 )
 LADDERS = {tail or "fp4": make_ladder(GEOMETRY, "fp4", tail) for tail in (None, "k8v4")}
-LADDERS.update({tail: make_ladder(GEOMETRY, "fp4", tail, "fp8", even_heads(tail, CLASSES, GEOMETRY)) for tail in MERGE})
+REDUCED = {tail: even_heads(tail, CLASSES, GEOMETRY) for tail in MERGE}
+LADDERS.update({tail: make_ladder(GEOMETRY, "fp4", tail, "fp8", {tail: heads}) for tail, heads in REDUCED.items()})
 LADDER = LADDERS["fp4"]
 SMALL = LADDER.end
 

@@ -175,7 +175,10 @@ GEOMETRIES = [
 CLASSES = (KeyClass("int4", 8), KeyClass("lloyd2", 16))
 LADDERS = [
     make_ladder(
-        g, "fp4", tail, heads=even_heads(tail, (CLASSES,) * (g.num_layers * g.num_kv_heads), g) if tail in MERGE else ()
+        g,
+        "fp4",
+        tail,
+        reduced={tail: even_heads(tail, (CLASSES,) * (g.num_layers * g.num_kv_heads), g)} if tail in MERGE else {},
     )
     for g in GEOMETRIES
     for tail in (None, "k8v4", *MERGE)

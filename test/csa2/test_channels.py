@@ -166,7 +166,7 @@ def test_the_reduced_rungs_of_every_head_dim_are_smaller_than_4_bits(all_alike, 
         g = geometry(dim, heads=1, identity=identity)
         for tail, merge in MERGE.items():
             classes = default_classes(g, merged=merge > 1, all_alike=all_alike)
-            page_bytes = make_ladder(g, "fp4", tail, "fp8", even_heads(tail, classes, g)).page_bytes
+            page_bytes = make_ladder(g, "fp4", tail, "fp8", {tail: even_heads(tail, classes, g)}).page_bytes
             assert list(page_bytes) == sorted(set(page_bytes), reverse=True), (dim, tail)
 
 

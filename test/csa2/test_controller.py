@@ -82,7 +82,7 @@ def whole_ladder() -> FormatLadder:
     """With every rung there is."""
     from dataclasses import replace
 
-    ladder = make_ladder(GEOMETRY, "fp4", "csa2-2x", "fp8", even_heads("csa2-2x", CLASSES, GEOMETRY))
+    ladder = make_ladder(GEOMETRY, "fp4", "csa2-2x", "fp8", {"csa2-2x": even_heads("csa2-2x", CLASSES, GEOMETRY)})
     smaller = [LADDERS[name].layouts[-1] for name in list(MERGE)[1:]]
     return replace(ladder, layouts=(*ladder.layouts, *smaller))
 

@@ -18,8 +18,8 @@ SHARED = (None, "bf16", "fp8", "k8v4", "fp4")
 
 def ladder_of(tail: str | None, shared: str | None = "fp8", kv_format: str = "fp4", size: int = 64) -> FormatLadder:
     geometry = PageGeometry(2, 1, 64, size, torch.bfloat16)
-    heads = even_heads(tail, (CLASSES,) * 2, geometry) if tail in MERGE else ()
-    return make_ladder(geometry, kv_format, tail, shared, heads)
+    reduced = {tail: even_heads(tail, (CLASSES,) * 2, geometry)} if tail in MERGE else {}
+    return make_ladder(geometry, kv_format, tail, shared, reduced)
 
 
 fixed = settings(derandomize=True, deadline=None, max_examples=150)
@@ -82,7 +82,9 @@ def test_merged_formats_have_fewer_entries(name, merge, size):
 
 def test_heads_without_classes_keep_all_channels():
     geometry = PageGeometry(2, 1, 64, 64, torch.bfloat16, (1,))
-    layout = make_ladder(geometry, "fp4", "csa2-2x", heads=even_heads("csa2-2x", (CLASSES, ()), geometry)).layouts[-1]
+    layout = make_ladder(
+        geometry, "fp4", "csa2-2x", reduced={"csa2-2x": even_heads("csa2-2x", (CLASSES, ()), geometry)}
+    ).layouts[-1]
     assert [head.basis for head in layout.heads] == ["reduced", "identity"]
     assert [head.key_channels for head in layout.heads] == [24, 64]
     assert [head.channel_scales for head in layout.heads] == [False, True]

@@ -84,8 +84,8 @@ def test_what_old_pages_become(changes, name):
     # Each of them is a rung of the ladder that is made from the same options.
     geometry = PageGeometry(1, 1, 64, 64, torch.bfloat16)
     classes = (KeyClass("int4", 24), KeyClass("lloyd2", 24))
-    heads = even_heads(name, (classes,), geometry) if name in MERGE else ()
-    ladder = make_ladder(geometry, options.kv_format, name, options.shared_format, heads)
+    reduced = {name: even_heads(name, (classes,), geometry)} if name in MERGE else {}
+    ladder = make_ladder(geometry, options.kv_format, name, options.shared_format, reduced)
     assert ladder.names[ladder.tail] == (name or "fp4")
 
 

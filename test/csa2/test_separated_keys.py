@@ -173,7 +173,9 @@ ROPE = make_rope(make_rotation(32, neox=True), PARAMETERS["default"])
 CODEC = PageCodec(
     CodecBases(orthonormal_basis(32), reduced_bases(CLASSES, [make_rotation(32, neox=True).prior_order(32)] * 2, 32), ROPE)
 )
-LADDER = make_ladder(GEOMETRY, "fp4", "csa2-4x", "fp8", even_heads("csa2-4x", CLASSES, GEOMETRY), separated=True)
+LADDER = make_ladder(
+    GEOMETRY, "fp4", "csa2-4x", "fp8", {"csa2-4x": even_heads("csa2-4x", CLASSES, GEOMETRY)}, separated=True
+)
 
 
 def new_store() -> PageStore:

@@ -4,20 +4,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from page_stores import CLASSES, CODEC, GEOMETRY, SIZE, full_pages, make_store
+from page_stores import CLASSES, GEOMETRY, REDUCED, SIZE, full_pages, make_store
 
+from csa2.codec.channels import make_rotation
+from csa2.codec.codec import make_codec
 from csa2.errors import OptionError
 from csa2.facts import Usage
-from csa2.formats import FP8, PLAIN, even_heads, make_ladder
+from csa2.formats import FP8, PLAIN, make_ladder
 from csa2.options import CacheOptions
 from csa2.store import PageStore
 from csa2.tail_ratio import TailRatio
-from sgl_kernels.page_layout import PageLayout
 
-SMALLER = tuple(
-    PageLayout(name, GEOMETRY, even_heads(name, CLASSES, GEOMETRY)) for name in ("csa2-2x", "csa2-4x", "csa2-8x")
-)
-LADDER = make_ladder(GEOMETRY, "fp4", smaller=SMALLER)
+LADDER = make_ladder(GEOMETRY, "fp4", reduced=REDUCED)
+CODEC = make_codec(GEOMETRY, make_rotation(32, neox=True), CLASSES * len(REDUCED))
 AUTO = CacheOptions()
 WARM = LADDER.warm
 
