@@ -25,25 +25,23 @@ from torch import Tensor
 from tqdm import tqdm
 
 from csa2.calibrate.artefact import load
-from csa2.calibrate.capture import CapturedLayer, CapturedModel
+from csa2.calibrate.capture import CapturedModel
 from csa2.calibrate.fingerprint import ModelShape, model_shape, weights_digest
-from csa2.calibrate.merge_sample import PieceSplit, cut
-from csa2.calibrate.offline import attend, joined, pages, rows, stored
+from csa2.calibrate.merge_sample import cut, piece_split
 from csa2.calibrate.scorer_run import FOLDER, Candidates, ScorerOptions, Work, train_scorers
 from csa2.calibrate.scorer_training import RATIOS, importance, merging_error, oracle
-from csa2.calibrate.sensitivity import SampleSplit
+from csa2.calibrate.sensitivity import LayerErrors, budget_split, head_losses
 from csa2.check.documents import shipped_documents
 from csa2.check.formats import cache_options
 from csa2.check.layers import layer_of
 from csa2.codec.assembly import codec_and_ladder
 from csa2.codec.channels import make_rotation
-from csa2.codec.codec import PageCodec
 from csa2.codec.queries import QuerySamples
 from csa2.codec.scorer import Scorer
 from csa2.codec.sealing import CompiledSealer, ReferenceSealer, Sealer, Wave
 from csa2.info import versions
 from csa2.options import PAGE_SIZE
-from sgl_kernels.page_layout import PageGeometry, PageLayout
+from sgl_kernels.page_layout import PageGeometry
 
 PROMPT_TOKENS = 4096
 PREDICTED_TOKENS = 3584
@@ -87,7 +85,7 @@ def report_errors(model: CapturedModel, found: Candidates, tokens: int) -> dict[
     """Error by score: mean over layers and documents, and by document."""
     documents = shipped_documents("report")
     errors: dict[str, dict[str, list[list[float]]]] = defaultdict(lambda: defaultdict(list))
-    split = PieceSplit.of(tokens)
+    split = piece_split(tokens)
     for document in tqdm(documents, desc="report set", unit="document"):
 
         def visit(layer: int, queries: Tensor, keys: Tensor, values: Tensor, name: str = document.name) -> None:
@@ -123,17 +121,18 @@ def predicted_losses(model: CapturedModel, shape: ModelShape, found: Candidates)
     losses: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in made}
     for document in tqdm(shipped_documents("development"), desc="predictions", unit="document"):
         tokens = model.encode(document.text)[:PREDICTED_TOKENS]
-        split = SampleSplit.of(len(tokens))
+        split = budget_split(len(tokens))
         layers = model.capture(tokens, split.context)
         draws = [model.output_gradients(tokens, layers, seed) for seed in range(DRAWS)]
-        gradients = [torch.stack(of_layer) for of_layer in zip(*draws, strict=True)]
+        errors = [LayerErrors(layer, split) for layer in layers]
         for name, (codec, ladder) in made.items():
             for kind in found.errors:
                 scorer = found.scorers[kind].map(lambda x: x.flatten(0, 1)) if kind in found.scorers else None
                 total = 0.0
-                for index, layer in enumerate(layers):
+                for index in range(len(layers)):
                     part, layouts = layer_of(replace(codec, scorer=scorer), ladder, index)
-                    total += layer_loss(layer, gradients[index], split, part, layouts[ladder.tail])
+                    error = errors[index].of(part, layouts[ladder.tail])
+                    total += sum(float(head_losses(draw[index], error, shape.num_kv_heads).sum()) for draw in draws) / DRAWS
                 losses[name][kind].append(total)
     return {name: {kind: beside(of_kind[kind], of_kind["none"]) for kind in of_kind} for name, of_kind in losses.items()}
 
@@ -148,20 +147,6 @@ def beside(losses: list[float], free: list[float]) -> dict[str, Any]:
         "more_than_none_pct": statistics.mean(more) / unit,
         "se_pct": statistics.stdev(more) / len(more) ** 0.5 / unit,
     }
-
-
-def layer_loss(layer: CapturedLayer, gradients: Tensor, split: SampleSplit, codec: PageCodec, layout: PageLayout) -> float:
-    """Predicted loss of one layer, nat per token: sum over heads, mean over the draws in `gradients` (DRAWS, H, T, D)."""
-    tokens = layer.keys.shape[1]
-    plain = pages(layer.keys, layer.values, 1, split.last_page, PAGE_SIZE)
-    coded = stored(codec, layout, plain, layer.sample)
-    before = rows(layer.keys, layer.values, 0, PAGE_SIZE)
-    after = rows(layer.keys, layer.values, split.last_page * PAGE_SIZE, tokens)
-    exact = attend(layer.asked, rows(layer.keys, layer.values, 0, tokens))
-    error = attend(layer.asked, joined((before, coded, after))) - exact
-    # The query heads of a group err together.
-    by_query = (gradients * error).view(len(gradients), layer.keys.shape[0], -1, *error.shape[1:]).sum((2, 4))
-    return float((by_query.square().mean((0, 2)) / 2).sum())
 
 
 def geometry_of(shape: ModelShape) -> PageGeometry:

@@ -11,13 +11,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from csa2.calibrate.offline import pages
+from csa2.calibrate.offline import SampleSplit, pages
+from csa2.calibrate.statistics import PAGE_TOKENS
 from csa2.codec.importance import observed_attention
 from csa2.codec.queries import SAMPLE_WINDOW, QuerySamples
 from csa2.errors import OptionError
 from sgl_kernels.page_codec.reference import Entries
 
-PAGE_TOKENS = 64
 ASKED_SHARE = 0.2
 """Part of a piece of text whose queries are targets."""
 ASKED_QUERIES = 64
@@ -25,29 +25,19 @@ ASKED_QUERIES = 64
 SHORTEST_TOKENS = 6 * PAGE_TOKENS
 
 
-@dataclass(frozen=True)
-class PieceSplit:
-    """Which tokens of a piece are merged and which ask."""
+def piece_split(tokens: int) -> SampleSplit:
+    """The split of a piece of `tokens`: merged up to the window that the query sample comes from, which shrinks with it.
 
-    context: int
-    """Tokens before those that ask."""
-    last_page: int
-    """Pages 1 to this one, exclusive, are merged."""
-
-    @staticmethod
-    def of(tokens: int) -> "PieceSplit":
-        """The split of a piece of `tokens`; the window shrinks with it.
-
-        Raises:
-            OptionError: no page would be left to merge.
-        """
-        if tokens < SHORTEST_TOKENS:
-            raise OptionError(
-                f"--scorer-tokens {tokens} is too short: the first page and a window stay exact, so give at least "
-                f"{SHORTEST_TOKENS}"
-            )
-        context = tokens - round(tokens * ASKED_SHARE)
-        return PieceSplit(context, (context - min(SAMPLE_WINDOW, context // 2)) // PAGE_TOKENS)
+    Raises:
+        OptionError: no page would be left to merge.
+    """
+    if tokens < SHORTEST_TOKENS:
+        raise OptionError(
+            f"--scorer-tokens {tokens} is too short: the first page and a window stay exact, so give at least "
+            f"{SHORTEST_TOKENS}"
+        )
+    context = tokens - round(tokens * ASKED_SHARE)
+    return SampleSplit(context, (context - min(SAMPLE_WINDOW, context // 2)) // PAGE_TOKENS)
 
 
 @dataclass(frozen=True)
@@ -110,7 +100,7 @@ class MergeSample:
         return (logits - total[..., None, None]).exp().mean((1, 2)).transpose(0, 1)
 
 
-def cut(queries: Tensor, keys: Tensor, values: Tensor, split: PieceSplit) -> MergeSample:
+def cut(queries: Tensor, keys: Tensor, values: Tensor, split: SampleSplit) -> MergeSample:
     """The sample of one layer.
 
     Args:

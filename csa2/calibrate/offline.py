@@ -2,6 +2,7 @@
 beside the engines. Axes as in docs/notation.md; T tokens, N pages of S tokens."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -9,6 +10,15 @@ from torch import Tensor
 from csa2.codec.codec import PageCodec
 from sgl_kernels.page_codec.reference import Entries
 from sgl_kernels.page_layout import PageLayout
+
+
+@dataclass(frozen=True)
+class SampleSplit:
+    """Which tokens of a sample are compressed, pages 1 to `last_page` (exclusive), and which ask."""
+
+    context: int
+    """Tokens before those that ask."""
+    last_page: int
 
 
 def rows(keys: Tensor, values: Tensor, start: int, stop: int) -> Entries:

@@ -15,7 +15,7 @@ from csa2.calibrate.capture import CapturedModel
 from csa2.calibrate.fingerprint import ModelShape, model_shape, weights_digest
 from csa2.calibrate.scorer_run import FOLDER, Candidates, ScorerChoice, ScorerOptions, Work, train_scorers
 from csa2.calibrate.scorer_training import RATIOS
-from csa2.calibrate.sensitivity import SampleSplit, layer_losses
+from csa2.calibrate.sensitivity import budget_split, layer_losses
 from csa2.calibrate.statistics import PAGE_TOKENS, channel_order, channel_pairs, pair_scores
 from csa2.codec.budgets import HeadBudget, menu
 from csa2.codec.channels import Rotation
@@ -66,7 +66,7 @@ class CalibrateOptions(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.budget_samples < 1:
             raise OptionError(f"--budget-samples {self.budget_samples} is out of range: give at least 1, better 16")
-        SampleSplit.of(self.budget_tokens)
+        budget_split(self.budget_tokens)
         self.for_scorer.validate()
 
 
@@ -195,7 +195,7 @@ def measure_losses(
     total = torch.zeros(len(choices), *order.shape[:2])
     with tqdm(total=len(samples) * layers, desc="budgets", unit="layer") as bar:
         for index, tokens in enumerate(samples):
-            split = SampleSplit.of(len(tokens))
+            split = budget_split(len(tokens))
             captured = model.capture(tokens, split.context)
             gradients = model.output_gradients(tokens, captured, seed + index)
             for layer in range(layers):

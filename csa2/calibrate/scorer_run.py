@@ -17,7 +17,8 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from csa2.calibrate.artefact import ScorerKind
 from csa2.calibrate.capture import CapturedModel
 from csa2.calibrate.fingerprint import ModelShape
-from csa2.calibrate.merge_sample import MergeSample, PieceSplit, cut
+from csa2.calibrate.merge_sample import MergeSample, cut, piece_split
+from csa2.calibrate.offline import SampleSplit
 from csa2.calibrate.scorer_training import RATIOS, fit_ridge, hidden_units, importance, merging_error, train_mlp
 from csa2.calibrate.unfinished import UnfinishedWork
 from csa2.codec.scorer import Scorer
@@ -48,7 +49,7 @@ class ScorerOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise OptionError(f"--scorer {self.scorer} is unknown: give one of {', '.join(SCORER_CHOICES)}")
         if self.scorer_samples < 2:
             raise OptionError(f"--scorer-samples {self.scorer_samples} is out of range: give at least 2, better 60")
-        PieceSplit.of(self.scorer_tokens)
+        piece_split(self.scorer_tokens)
 
     @property
     def kinds(self) -> tuple[ScorerKind, ...]:
@@ -129,7 +130,7 @@ def train_scorers(model: CapturedModel, documents: Sequence[list[int]], work: Wo
     training, held_out = split_pieces(documents, work.options)
     unfinished = UnfinishedWork(folder, work)
     pieces = [*training, *held_out]
-    _read_pieces(model, pieces, PieceSplit.of(work.options.scorer_tokens), unfinished)
+    _read_pieces(model, pieces, piece_split(work.options.scorer_tokens), unfinished)
     layers = range(work.shape.num_layers)
     for layer in tqdm(layers, desc="scorer, training", unit="layer"):
         if not unfinished.has(_layer(layer)):
@@ -152,7 +153,7 @@ def _piece(piece: int) -> str:
     return f"piece-{piece:03}"
 
 
-def _read_pieces(model: CapturedModel, pieces: Sequence[list[int]], split: PieceSplit, unfinished: UnfinishedWork) -> None:
+def _read_pieces(model: CapturedModel, pieces: Sequence[list[int]], split: SampleSplit, unfinished: UnfinishedWork) -> None:
     """Keep of each piece what training needs, layer by layer."""
     for index, tokens in enumerate(tqdm(pieces, desc="scorer, reading", unit="sample")):
         if unfinished.has(_piece(index)):

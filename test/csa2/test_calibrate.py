@@ -15,7 +15,7 @@ from csa2.calibrate.artefact import CONFIG, TENSORS, Calibration, check_model, l
 from csa2.calibrate.capture import CapturedModel
 from csa2.calibrate.fingerprint import ModelShape, model_shape, weights_digest
 from csa2.calibrate.run import CalibrateOptions, calibrate, draw_samples
-from csa2.calibrate.sensitivity import SampleSplit, layer_losses
+from csa2.calibrate.sensitivity import budget_split, layer_losses
 from csa2.calibrate.statistics import channel_order, channel_pairs, pair_scores
 from csa2.codec.budgets import menu
 from csa2.codec.channels import Rotation, make_rotation
@@ -226,7 +226,7 @@ def test_a_head_that_nothing_depends_on_loses_nothing(model, text):
     attention = captured.model.model.layers[1].self_attn
     attention.o_proj.weight[:, : HEADS // GROUPS * DIM] = 0
     tokens = captured.encode(text.read_text())[:384]
-    split = SampleSplit.of(len(tokens))
+    split = budget_split(len(tokens))
     layers = captured.capture(tokens, split.context)
     gradients = captured.output_gradients(tokens, layers, seed=0)
     orders = [list(range(DIM))] * GROUPS

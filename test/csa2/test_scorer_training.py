@@ -7,7 +7,7 @@ import torch
 from merge_samples import DIM, GROUPS, PAGES, TOKENS, random_sample
 
 from csa2.calibrate import scorer_training
-from csa2.calibrate.merge_sample import PAGE_TOKENS, PieceSplit, cut
+from csa2.calibrate.merge_sample import cut, piece_split
 from csa2.calibrate.offline import attend, joined, pages, rows, sequence
 from csa2.calibrate.relaxed_merging import pairwise_distance, relaxed_merge
 from csa2.calibrate.scorer_training import (
@@ -21,6 +21,7 @@ from csa2.calibrate.scorer_training import (
     oracle,
     train_mlp,
 )
+from csa2.calibrate.statistics import PAGE_TOKENS
 from csa2.codec.merging import merge_entries
 from csa2.codec.scorer import SCALARS
 from csa2.errors import OptionError
@@ -39,7 +40,7 @@ def error_of(samples, scorer, ratio=4) -> float:
 
 def test_a_sample_reads_what_attention_reads():
     """Merged and exact outputs agree with attention over the whole sequence, computed in one piece."""
-    split = PieceSplit.of(512)
+    split = piece_split(512)
     random = torch.Generator().manual_seed(0)
     queries = torch.randn(2 * GROUPS, 512, DIM, generator=random)
     keys, values = torch.randn(2, GROUPS, 512, DIM, generator=random)
@@ -158,11 +159,11 @@ def test_the_curriculum_tightens():
 
 @pytest.mark.parametrize("tokens", [384, 512, 2560, 8192])
 def test_a_piece_is_split_into_pages_window_and_queries(tokens):
-    split = PieceSplit.of(tokens)
+    split = piece_split(tokens)
     assert split.last_page > 1
     assert split.last_page * PAGE_TOKENS + min(1024, split.context // 2) <= split.context < tokens
 
 
 def test_a_short_piece_is_refused():
     with pytest.raises(OptionError, match="--scorer-tokens 383 is too short"):
-        PieceSplit.of(383)
+        piece_split(383)
