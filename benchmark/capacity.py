@@ -11,68 +11,59 @@ were in the cache. While one server is measured the other is frozen.
 import json
 import re
 import statistics
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import requests
-from common import Server, arguments, demo_model, kv_token_bytes, prompts, report, servers
-from streams import TOKEN_TIMEOUT_S, WATCHDOG_S, Turns
+from common import Server, arguments, demo_model, kv_token_bytes, meta_infos, prompts, report, servers
+from streams import WATCHDOG_S, Turns
 
 STOCK, OURS = "sglang torch_native", "csa2"
 SEND_S = 0.01
 """Between two requests of a burst, so that their order is known."""
 
 
-def most_running(server: Server) -> int:
-    """Largest number of running requests in the server's log."""
-    return max((int(n) for n in re.findall(r"#running-req: (\d+)", server.log.read_text())), default=0)
+def most_running(log: str) -> int:
+    """Largest number of running requests in a server's log."""
+    return max((int(n) for n in re.findall(r"#running-req: (\d+)", log)), default=0)
 
 
-def retractions(server: Server) -> int:
-    """Requests that gave up their pages so far, by the server's log."""
-    return sum(int(n) for n in re.findall(r"#retracted_reqs: (\d+)", server.log.read_text()))
+def retractions(log: str) -> int:
+    """Requests that gave up their pages, by a server's log."""
+    return sum(int(n) for n in re.findall(r"#retracted_reqs: (\d+)", log))
 
 
 def streamed(server: Server, input_ids: list[int], new_tokens: int) -> dict[str, float]:
     """One greedy request: when its first token came and when it ended (clock), and how much of its prompt was cached."""
-    sampling = {"max_new_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
-    body = {"input_ids": input_ids, "sampling_params": sampling, "stream": True}
-    start, first, meta = time.perf_counter(), 0.0, {}
-    with requests.post(server.url + "/generate", json=body, stream=True, timeout=TOKEN_TIMEOUT_S) as answer:
-        answer.raise_for_status()
-        for line in answer.iter_lines():
-            if line.startswith(b"data: {"):
-                first = first or time.perf_counter()
-                meta = json.loads(line[len(b"data: ") :])["meta_info"]
-    if meta.get("completion_tokens") != new_tokens:
-        raise RuntimeError(f"{server.name}: a request ended after {meta.get('completion_tokens')} of {new_tokens} tokens")
-    return {"start": start, "first": first, "end": time.perf_counter(), "cached": meta["cached_tokens"]}
+    start = time.perf_counter()
+    with server.stream(input_ids, new_tokens) as answer:
+        pieces = [(time.perf_counter(), meta) for meta in meta_infos(answer)]
+    count = pieces[-1][1]["completion_tokens"] if pieces else 0
+    if count != new_tokens:
+        raise RuntimeError(f"{server.name}: a request ended after {count} of {new_tokens} tokens")
+    cached = pieces[-1][1]["cached_tokens"]
+    return {"start": start, "first": pieces[0][0], "end": time.perf_counter(), "cached": cached}
 
 
 def burst(server: Server, batch: list[list[int]], new_tokens: int) -> dict[str, Any]:
     """All prompts at once; the figures of one row."""
-    turn = threading.Semaphore(0)
 
     def send(index: int) -> dict[str, float]:
-        turn.acquire()
         time.sleep(index * SEND_S)
         return streamed(server, batch[index], new_tokens)
 
-    retracted = retractions(server)
+    before = len(server.log.read_text())
     with ThreadPoolExecutor(len(batch)) as pool:
-        answers = [pool.submit(send, index) for index in range(len(batch))]
-        turn.release(len(batch))
-        done = [answer.result() for answer in answers]
+        done = list(pool.map(send, range(len(batch))))
+    log = server.log.read_text()[before:]
     seconds = max(d["end"] for d in done) - min(d["start"] for d in done)
     by_first = sorted(range(len(done)), key=lambda index: done[index]["first"])
     return {
         "seconds": seconds,
         "output_tok_s": len(batch) * new_tokens / seconds,
         "mean_ttft_s": statistics.mean(d["first"] - d["start"] for d in done),
-        "most_running": most_running(server),
-        "retractions": retractions(server) - retracted,
+        "most_running": most_running(log),
+        "retractions": retractions(log),
         "places_out_of_order": max(abs(place - index) for place, index in enumerate(by_first)),
         "cached_tokens": sum(d["cached"] for d in done),
         "prompt_tokens": sum(map(len, batch)),

@@ -16,6 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import psutil
 import requests
 
 import csa2
@@ -24,6 +25,8 @@ from csa2.demo_model import MODEL_NAME
 CALIBRATION = Path(csa2.__file__).parent / "calibrations" / MODEL_NAME
 """The calibration of the demo model that ships."""
 START_TIMEOUT_S = 900
+STREAM_TIMEOUT_S = 900
+"""Longest silence of a streamed answer."""
 
 
 class Server:
@@ -63,8 +66,24 @@ class Server:
 
     def generate(self, input_ids: list[int], max_new_tokens: int, **more: Any) -> Any:
         """Greedy generation by /generate."""
-        sampling = {"max_new_tokens": max_new_tokens, "temperature": 0, "ignore_eos": True}
-        return self.post("/generate", input_ids=input_ids, sampling_params=sampling, **more)
+        return self.post("/generate", **_greedy(input_ids, max_new_tokens), **more)
+
+    def stream(self, input_ids: list[int], max_new_tokens: int, **more: Any) -> requests.Response:
+        """The same, streamed; `meta_infos` reads the answer."""
+        body = {**_greedy(input_ids, max_new_tokens), "stream": True, **more}
+        answer = requests.post(self.url + "/generate", json=body, stream=True, timeout=STREAM_TIMEOUT_S)
+        answer.raise_for_status()
+        return answer
+
+    def processes(self) -> list[psutil.Process]:
+        """The process and its children."""
+        parent = psutil.Process(self.process.pid)
+        return [parent, *parent.children(recursive=True)]
+
+    def cpu_s(self) -> float:
+        """CPU time of all of them so far."""
+        times = [process.cpu_times() for process in self.processes()]
+        return sum(t.user + t.system for t in times)
 
     def stats(self) -> Any:
         """GET /csa2/stats."""
@@ -78,6 +97,18 @@ class Server:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+
+
+def _greedy(input_ids: list[int], max_new_tokens: int) -> dict[str, Any]:
+    sampling = {"max_new_tokens": max_new_tokens, "temperature": 0, "ignore_eos": True}
+    return {"input_ids": input_ids, "sampling_params": sampling}
+
+
+def meta_infos(answer: requests.Response) -> Iterator[dict[str, Any]]:
+    """What SGLang says of a streamed answer beside each piece of it."""
+    for line in answer.iter_lines():
+        if line.startswith(b"data: {"):
+            yield json.loads(line[len(b"data: ") :])["meta_info"]
 
 
 @contextmanager

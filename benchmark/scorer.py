@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from calibrate_demo import CHARACTERS
 from common import CALIBRATION, arguments, demo_model, prompts, report, servers, summary
-from sealing import SETTINGS, cpu_s, server_arguments
+from sealing import SETTINGS, server_arguments
 from torch import Tensor
 from tqdm import tqdm
 
@@ -188,9 +188,9 @@ def scoring_time(folder: Path, scorer: Scorer) -> dict[str, Any]:
             seconds[f"seal_{name}_cpu_s"].append(time.thread_time() - start)
     with servers(folder, {"ratio 4": server_arguments(SETTINGS["ratio 4"])}) as up:
         for prompt in prompts(folder, REPEATS + 1, PROMPT_TOKENS):
-            start = cpu_s(up["ratio 4"])
+            start = up["ratio 4"].cpu_s()
             up["ratio 4"].generate(prompt, 1)
-            seconds["prefill_cpu_s"].append(cpu_s(up["ratio 4"]) - start)
+            seconds["prefill_cpu_s"].append(up["ratio 4"].cpu_s() - start)
     seconds["prefill_cpu_s"].pop(0)  # whatever the first request pays
     middle = {name: statistics.median(times) for name, times in seconds.items()}
     share = {

@@ -14,7 +14,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from common import CALIBRATION, Server, arguments, demo_model, prompts, report, servers
 from torch import Tensor
@@ -86,13 +85,6 @@ def ms_per_page(options: CacheOptions, rounds: int) -> dict[str, dict[str, float
     return found
 
 
-def cpu_s(server: Server) -> float:
-    """CPU time of the server's processes so far."""
-    main = psutil.Process(server.process.pid)
-    times = [process.cpu_times() for process in (main, *main.children(recursive=True))]
-    return sum(one.user + one.system for one in times)
-
-
 def shares(server: Server, cost: dict[str, dict[str, float]], documents: list[list[int]], new: int) -> dict[str, Any]:
     """Sealing over all of prefill and of decode, median over `documents`; the server seals with compiled code."""
     runs: dict[str, list[float]] = {}
@@ -100,9 +92,9 @@ def shares(server: Server, cost: dict[str, dict[str, float]], documents: list[li
         marks = [server.stats()["demotions_total"]]
         seconds = []
         for count in (1, 1 + new):
-            began = cpu_s(server)
+            began = server.cpu_s()
             server.generate(document, count)
-            seconds.append(cpu_s(server) - began)
+            seconds.append(server.cpu_s() - began)
             marks.append(server.stats()["demotions_total"])
         for phase, took, before, after in zip(("prefill", "decode"), seconds, marks, marks[1:], strict=False):
             runs.setdefault(f"{phase}_s", []).append(took)

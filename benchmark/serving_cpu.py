@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from common import Server, arguments, demo_model, environment, kv_token_bytes, prompts, servers, summary
-from streams import WATCHDOG_S, Stream, Turns, cpu_s
+from streams import WATCHDOG_S, Stream, Turns
 from transformers import AutoConfig
 
 STOCK, OURS = "sglang torch_native", "csa2"
@@ -68,10 +68,10 @@ def order(names: Sequence[str], turn: int) -> Sequence[str]:
 
 def timed(samples: Samples, server: Server, quantity: str, input_ids: list[int], *, cached: int) -> None:
     """Seconds and CPU seconds of a request of one token, of whose prompt `cached` tokens must be in the cache."""
-    before, start = cpu_s(server), time.perf_counter()
+    before, start = server.cpu_s(), time.perf_counter()
     answer = server.generate(input_ids, 1)
     samples[server.name, quantity].append(time.perf_counter() - start)
-    samples[server.name, f"{quantity}_cpu"].append(cpu_s(server) - before)
+    samples[server.name, f"{quantity}_cpu"].append(server.cpu_s() - before)
     found = answer["meta_info"]["cached_tokens"]
     if found != cached:
         raise RuntimeError(f"{server.name}: {found} tokens of the prompt were cached, not {cached}")
@@ -129,11 +129,11 @@ def decode_window(server: Server, running: list[Stream], steps: int, samples: Sa
     """Wall and CPU time of `steps` steps of all streams together."""
     last = running[-1]
     last.wait_for(last.tokens + 2)  # one step was under way when the server was frozen
-    before, start, first = cpu_s(server), time.perf_counter(), last.tokens
+    before, start, first = server.cpu_s(), time.perf_counter(), last.tokens
     last.wait_for(first + steps)
     seconds, tokens = time.perf_counter() - start, (last.tokens - first) * len(running)
     samples[server.name, f"decode_tok_s@{len(running)}"].append(tokens / seconds)
-    samples[server.name, f"decode_cpu_s@{len(running)}"].append((cpu_s(server) - before) * len(running) / tokens)
+    samples[server.name, f"decode_cpu_s@{len(running)}"].append((server.cpu_s() - before) * len(running) / tokens)
 
 
 def rows_of(context: int, batches: Sequence[int], samples: Samples, names: Sequence[str]) -> list[dict[str, Any]]:
