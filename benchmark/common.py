@@ -25,6 +25,8 @@ from csa2.demo_model import MODEL_NAME
 CALIBRATION = Path(csa2.__file__).parent / "calibrations" / MODEL_NAME
 """The calibration of the demo model that ships."""
 START_TIMEOUT_S = 900
+WARM = "The server is fired up"
+"""SGLang logs it when its own first request is answered."""
 STREAM_TIMEOUT_S = 900
 """Longest silence of a streamed answer."""
 
@@ -50,11 +52,9 @@ class Server:
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
                 break
-            try:
-                if requests.get(f"{self.url}/model_info", timeout=5).ok:
-                    return
-            except requests.RequestException:
-                pass  # not listening yet, or too busy to answer in time
+            # Routes answer before SGLang's own first request is done.
+            if WARM in self.log.read_text(errors="replace"):
+                return
             time.sleep(0.5)
         raise RuntimeError(f"{self.name} did not start: {self.log}\n" + self.log.read_text(errors="replace")[-2000:])
 

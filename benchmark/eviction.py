@@ -4,8 +4,9 @@
     python benchmark/eviction.py --arena-tokens 16384 --seeds 5 --json eviction.json
 
 No model runs: pages are mapped, re-encoded, moved and evicted as in a server, but codes are not computed. All policies get
-the same bytes: as much as `--arena-tokens` tokens take in bf16. Prints, for each trace, policy and kind of pages, the share
-of prompt tokens that were found in the cache: mean of the seeds, and the least and the most.
+the same bytes: as much as `--arena-tokens` tokens take in bf16. Prints, for each trace, policy and kind of pages: the share
+of prompt tokens that were found in the cache, and the tokens that had to be computed for one request in a hundred, which is
+what its first token waits for. Means of the seeds, and the least and the most.
 """
 
 import argparse
@@ -14,6 +15,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean, quantiles
 from types import SimpleNamespace
 from typing import Any
 
@@ -99,7 +101,10 @@ class Replay:
         self.allocator.tree_cache = self.cache
         self.allocator.usage = lambda: self.usage
         self.usage = Usage.nobody(store.facts.hits.numel())
-        self.hit_tokens = self.prompt_tokens = 0
+        self.hits: list[int] = []
+        """Tokens of each prompt that were found in the cache."""
+        self.misses: list[int] = []
+        """Tokens of each prompt that had to be computed."""
 
     def serve(self, request: Request) -> None:
         """Match, prefill, decode, insert: what a server does to its cache for one request."""
@@ -111,8 +116,8 @@ class Replay:
         match = self.cache.match_prefix(MatchPrefixParams(key=RadixKey(array("q", prompt[:-1]))))
         prefix = self.cache.path_device_indices(match.last_device_node)[::PAGE] // PAGE
         lock = self.cache.lock(match.last_device_node)
-        self.hit_tokens += prefix.numel() * PAGE
-        self.prompt_tokens += len(prompt)
+        self.hits.append(prefix.numel() * PAGE)
+        self.misses.append(len(prompt) - prefix.numel() * PAGE)
         self.store.share(prefix)
         pages = prefix
         for start in range(prefix.numel() * PAGE, len(prompt), CHUNK_TOKENS):
@@ -166,28 +171,32 @@ class Replay:
         self.store.seal(*((x[-2:] for x in behind) if decode else behind), roomy=roomy)
 
 
-def hit_rate(trace: str, seed: int, arena_tokens: int, pages: str, policy: str) -> float:
-    """Share of prompt tokens found in the cache."""
+def replayed(trace: str, seed: int, arena_tokens: int, pages: str, policy: str) -> Replay:
+    """A cache after all requests of a trace."""
     replay = Replay(make_store(arena_tokens, pages), policy)
     for request in TRACES[trace](seed):
         replay.serve(request)
     faults = replay.allocator.verify_byte_accounting()
     if faults:
         raise RuntimeError(f"{trace}, {pages}, {policy}: {faults}")
-    return replay.hit_tokens / replay.prompt_tokens
+    return replay
 
 
 def table(options: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each trace, kind of pages and policy."""
     rows = []
+    seeds = range(options.first_seed, options.first_seed + options.seeds)
     for trace in options.traces:
-        for pages in ("bf16", "csa2"):
+        for pages in options.pages:
             for policy in POLICIES:
-                rates = [hit_rate(trace, seed, options.arena_tokens, pages, policy) for seed in range(options.seeds)]
-                mean = sum(rates) / len(rates)
-                rows.append({"trace": trace, "pages": pages, "policy": policy, "hit_rate": mean, "rates": rates})
+                replays = [replayed(trace, seed, options.arena_tokens, pages, policy) for seed in seeds]
+                rates = [sum(replay.hits) / sum(replay.hits + replay.misses) for replay in replays]
+                computed = [quantiles(replay.misses, n=100)[-1] for replay in replays]
+                row = {"trace": trace, "pages": pages, "policy": policy, "hit_rate": fmean(rates), "rates": rates}
+                rows.append({**row, "p99_computed_tokens": fmean(computed), "p99s": computed})
                 spread = f"{100 * min(rates):.1f} to {100 * max(rates):.1f}"
-                print(f"{trace:14} {pages:5} {policy:5} {100 * mean:5.1f} %  ({spread})", flush=True)
+                slowest = f"{fmean(computed):5.0f} ({min(computed):.0f} to {max(computed):.0f})"
+                print(f"{trace:14} {pages:5} {policy:5} {100 * fmean(rates):5.1f} % ({spread})  {slowest}", flush=True)
     return rows
 
 
@@ -196,11 +205,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arena-tokens", type=int, default=8192, help="size of the arena in bf16 tokens (default: 8192)")
     parser.add_argument("--seeds", type=int, default=3, help="traces of each kind (default: 3)")
+    parser.add_argument("--first-seed", type=int, default=0, help="seed of the first of them (default: 0)")
+    parser.add_argument("--pages", nargs="+", choices=("bf16", "csa2"), default=("bf16", "csa2"))
     parser.add_argument("--traces", nargs="+", choices=list(TRACES), default=list(TRACES))
     parser.add_argument("--json", type=Path, help="write results to this file")
     options = parser.parse_args(arguments)
     _publish()
-    settings = {"arena_tokens": options.arena_tokens, "seeds": options.seeds, "policies": POLICIES, "page_tokens": PAGE}
+    settings = {
+        "arena_tokens": options.arena_tokens,
+        "seeds": options.seeds,
+        "first_seed": options.first_seed,
+        "policies": POLICIES,
+        "page_tokens": PAGE,
+    }
     print(json.dumps({"environment": common.environment(), "settings": settings}))
     rows = table(options)
     if options.json:

@@ -1,11 +1,8 @@
 """Prompts prefilled in chunks, mixed with decodes, over pages that are sealed between two chunks.
 
-The truth is the model itself, in fp32 and in one piece. Errors are of the log probabilities of the last tokens of a prompt,
-which look back on every chunk. They are held against the *signal*: what changes when the text before those tokens is another
-one. A cache that lost or mixed up pages is off by about the signal.
+The truth is the model itself, in fp32 and in one piece; how answers are held against it: `judging.py`.
 """
 
-import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from judging import JUDGED, judged, other_context, rms, served_logprobs
 from served import (
     ARENA,
     CAPITALS,
@@ -31,8 +29,6 @@ from transformers import AutoModelForCausalLM
 pytestmark = pytest.mark.e2e
 
 CHUNK = 128
-JUDGED = 24
-"""Tokens at the end of a prompt whose log probabilities are compared."""
 LENGTHS = (127, 128, 129, 191, 192, 193, 255, 256, 257, 400)
 SIGNAL_SHARE = 0.15
 """Error over signal, both as root mean squares. Measured on these prompts: 0.013 to 0.072."""
@@ -64,25 +60,6 @@ def truth(demo_model: Path) -> Truth:
         return values
 
     return logprobs
-
-
-def served_logprobs(answer: Any) -> list[float]:
-    return [logprob for logprob, _, _ in answer["meta_info"]["input_token_logprobs"][-JUDGED:]]
-
-
-def judged(server: Served, prompt: list[int], **more: Any) -> Any:
-    start = len(prompt) - JUDGED - 1
-    return server.generate(prompt, return_logprob=True, logprob_start_len=start, **more)
-
-
-def rms(a: list[float], b: list[float]) -> float:
-    return math.sqrt(sum((x - y) ** 2 for x, y in zip(a, b, strict=True)) / len(a))
-
-
-def other_context(prompt: list[int], text_ids: list[int]) -> list[int]:
-    """The same last tokens after another text."""
-    tail = JUDGED + 8
-    return text_ids[-(len(prompt) - tail) :] + prompt[-tail:]
 
 
 def share_of_signal(answer: Any, prompt: list[int], text_ids: list[int], truth: Truth) -> float:
