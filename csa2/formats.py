@@ -46,6 +46,8 @@ class FormatLadder:
     """Format of private pages beyond the warm window."""
     shared: int | None
     """Format of shared pages while memory is not short; None: the same as private ones."""
+    merges: bool = False
+    """Whether the smallest format merges tokens on another rank, even if it does not on this one."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -75,7 +77,7 @@ class FormatLadder:
     @property
     def guard(self) -> int:
         """Smallest format of the first page of a sequence: the end of the ladder, or 4 bits where the end merges tokens."""
-        return self.warm if self.layouts[self.end].is_merged else self.end
+        return self.warm if self.merges or self.layouts[self.end].is_merged else self.end
 
     def index(self, name: str) -> int:
         """Index of the format called `name`; "bf16" means the model dtype and "fp4" the 4-bit rung of either code.

@@ -164,6 +164,8 @@ class PageLayout:
     """Whether keys are stored without their rotation, positions beside them."""
     basis_set: int = 0
     """Which set of reduced bases its heads have: head i uses row `first_basis` + i of all of them."""
+    min_page_bytes: int = 0
+    """Bytes of the page on the rank where it is largest; the rest of it is unused here."""
 
     @property
     def first_basis(self) -> int:
@@ -205,7 +207,7 @@ class PageLayout:
         """Bytes of one page."""
         if self.is_plain:
             return self.geometry.layer_elements * self.geometry.dtype.itemsize * self.geometry.num_layers
-        return self.piece_offsets[-1] + -(-self.position_bytes // ALIGNMENT) * ALIGNMENT
+        return max(self.piece_offsets[-1] + -(-self.position_bytes // ALIGNMENT) * ALIGNMENT, self.min_page_bytes)
 
     @property
     def metadata_bytes(self) -> int:

@@ -55,18 +55,20 @@ def around_config_from_budget(
 
     from sglang_csa2.calibration import head_calibration
     from sglang_csa2.model import identity_layers, rotation_of
+    from sglang_csa2.ranks import agreed_sizes, all_identity_layers
     from sglang_csa2.rope import separable_rope
 
     options = options_here()
     layers = self.layer_info
     page_size = get_schedule().page_size
     marked = identity_layers(self.model, layers.start_layer, layers.num_effective_layers, page_size)
-    geometry = _geometry(self, marked)
+    geometry = _geometry(self, all_identity_layers(marked))
     rotation = rotation_of(self.model, geometry.head_dim)
     known = head_calibration(options, geometry, layers.start_layer, rotation)
     rope = separable_rope(options, self.model, rotation)
     codec, ladder = codec_and_ladder(options, geometry, rotation, known, rope)
-    plan = plan_arena(_arena_bytes(options.arena_bytes, budget_bytes), ladder.page_bytes, ladder.guard)
+    ladder, arena_bytes = agreed_sizes(ladder, _arena_bytes(options.arena_bytes, budget_bytes))
+    plan = plan_arena(arena_bytes, ladder.page_bytes, ladder.guard)
     global _planned
     _planned = PoolPlan(ladder, plan, codec)
     tokens = plan.max_pages * geometry.page_size

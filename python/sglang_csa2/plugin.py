@@ -157,7 +157,7 @@ def _make_radix_cache(context: Any) -> Any:
 
 
 def _scheduler_hooks() -> tuple[Hook, ...]:
-    from sglang_csa2 import decode_log, documents, memory, request_options, scheduler
+    from sglang_csa2 import cpu_lora, decode_log, documents, memory, request_options, scheduler
 
     of_scheduler = f"{SCHEDULER_MODULE}.Scheduler."
     of_parts = "sglang.srt.managers.scheduler_components."
@@ -184,6 +184,7 @@ def _scheduler_hooks() -> tuple[Hook, ...]:
             "AROUND",
         ),
         Hook("sglang.srt.models.utils.enable_fused_set_kv_buffer", memory.around_enable_fused_set_kv_buffer, "AROUND"),
+        *(Hook(target, cpu_lora.around_lora, "AROUND") for target in cpu_lora.TARGETS),
         # After ours on Scheduler.__init__: the report reads what that hook makes.
         *(Hook(target, function, "AFTER") for target, function in decode_log.HOOKS),
     )

@@ -12,6 +12,7 @@ import msgspec
 from csa2.errors import OptionError, UnsupportedModelError
 from csa2.formats import HEAD_DIMS, MODEL_DTYPES
 from sglang_csa2.args import SCHEME, flag_of
+from sglang_csa2.cpu_lora import BACKEND as LORA_BACKEND
 
 SERVED_KV_DTYPES = ("auto", "bfloat16", "bf16")
 
@@ -95,6 +96,11 @@ def _graph_phase(config: Any) -> object:
     return None
 
 
+def _lora_backend(config: Any) -> object:
+    used = config.enable_lora or config.lora_paths
+    return None if not used or config.lora_backend == LORA_BACKEND else config.lora_backend
+
+
 def _rust_server(config: Any) -> object:
     from sglang.srt.environ import envs
 
@@ -103,7 +109,7 @@ def _rust_server(config: Any) -> object:
 
 ROWS = "it moves KV rows by address, and compressed pages have no rows"
 OTHER_POOL = "it brings a KV pool of its own"
-RANKS = "compressed pages on more than one rank are not verified in this version"
+RANKS = "compressed pages split that way are not verified in this version"
 SPLIT = "it splits one sequence or one KV cache over ranks, and pages are not split"
 TWO_ROLES = "the two roles exchange KV rows by address, and compressed pages have no rows"
 SPECULATION = "draft and verify passes rewrite recent KV entries, which the compressed cache does not follow"
@@ -114,9 +120,9 @@ EXACT = "which tokens are compressed depends on what else runs, so results are n
 NO_CACHE = "there is no KV cache to compress"
 
 OPTIONS: tuple[Refusal, ...] = (
-    _only("tp_size", 1, reason=RANKS),
     _only("dp_size", 1, reason=RANKS, hint="Start one server for each replica"),
     _only("pp_size", 1, reason=RANKS),
+    _only("nnodes", 1, reason=RANKS),
     _off("enable_dp_attention", RANKS),
     _only("attn_dp_size", 1, reason=RANKS),
     _only("dcp_size", 1, reason=SPLIT),
@@ -147,6 +153,14 @@ OPTIONS: tuple[Refusal, ...] = (
     _off("enable_session_radix_cache", HIDDEN_PAGES),
     _off("enable_streaming_session", HIDDEN_PAGES),
     _only("kv_canary", "none", reason="it reads KV rows by address, and compressed pages have no rows"),
+    Refusal(
+        what="--lora-backend",
+        found=_lora_backend,
+        reason="with adapters on a CPU, its kernels need a GPU",
+        hint=f"Use --lora-backend {LORA_BACKEND}",
+        served=(LORA_BACKEND,),
+    ),
+    _off("enable_lora_overlap_loading", "adapters are copied by a stream of a GPU"),
     _off("enable_memory_saver", "the arena is not released and restored with SGLang's own memory"),
     _off("enable_torch_compile", REPLAY),
     _only("cuda_graph_backend_decode", None, "disabled", reason=REPLAY),

@@ -18,6 +18,7 @@ from sglang_csa2 import plugin, refusals
 from sglang_csa2.args import SCHEME, Csa2ServerArgs, check_unused_options, enabled, flag_of, options_from
 from sglang_csa2.calibration import check_calibration
 from sglang_csa2.rope import check_rope
+from sglang_csa2.splitting import check_cores, check_heads
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +89,7 @@ def early(server_args: Any, previous: Step) -> None:
         _check_device(config)
         refusals.check_options(config)
         _check_forced(config)
+        check_cores(config)
         values = {f.field: f.value for f in FORCED if getattr(config, f.field) not in f.also}
         if config.radix_eviction_policy == "lru" and not config._radix_eviction_policy_explicitly_set:
             values["radix_eviction_policy"] = SCHEME
@@ -100,7 +102,8 @@ def model(server_args: Any, previous: Step) -> None:
 
     Raises:
         UnsupportedModelError: its KV cache cannot be compressed.
-        OptionError: its keys cannot be separated from their positions, as --csa2-rope asks.
+        OptionError: its keys cannot be separated from their positions, as --csa2-rope asks, or its heads not split as
+            --tp-size asks.
     """
     if enabled(server_args):
         from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
@@ -108,6 +111,7 @@ def model(server_args: Any, previous: Step) -> None:
         model_config = model_config_of(server_args)
         refusals.check_model(model_config)
         config = resolving_view(server_args)
+        check_heads(config, model_config)
         options = options_from(config)
         check_rope(options, model_config)
         check_calibration(options, config.model_path)

@@ -20,6 +20,7 @@ from csa2.tail_ratio import TailRatio
 from sglang_csa2.budget import BytePrefillAdder
 from sglang_csa2.documents import DOCUMENT, PinnedDocuments
 from sglang_csa2.pool import store_of
+from sglang_csa2.ranks import check_page_tables, checks_ranks
 from sglang_csa2.request_options import CAP, STATIC
 
 logger = logging.getLogger(__name__)
@@ -64,6 +65,7 @@ class CacheSteward:
         self.documents = PinnedDocuments(scheduler, self.store)
         self.ratio = TailRatio(self.store, options, self.usage)
         self._next_scan = COLD_SCAN_INTERVAL
+        self.checks_ranks = checks_ranks()
         scheduler.token_to_kv_pool_allocator.usage = self.usage
         scheduler.token_to_kv_pool_allocator.tree_cache = scheduler.tree_cache
 
@@ -261,4 +263,6 @@ def around_process_batch_result(orig: Callable[..., Any], self: Any, batch: Any,
     steward.seal(pages)
     if batch.forward_mode.is_decode():
         steward.ratio.after_tokens(len(batch.reqs))
+    if steward.checks_ranks:
+        check_page_tables(steward.store)
     return result

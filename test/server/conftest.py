@@ -11,16 +11,17 @@ from transformers import AutoTokenizer
 
 @pytest.fixture(scope="module")
 def start_server(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartServer]:
-    """Starts a server with the compressed cache on the demo model: `start_server(*options, **environment)`.
+    """Starts a server with the compressed cache on the demo model: `start_server(*options, **environment)`;
+    `model=` serves another folder.
 
     At the end of the module every server must have become idle, still run, and have logged no fault.
     """
     started: list[Served] = []
     faults = []
 
-    def start(*options: str, **environment: str) -> Served:
+    def start(*options: str, model: Path = demo_model, **environment: str) -> Served:
         log = tmp_path_factory.mktemp("server") / "log"
-        server = Served(demo_model, options, {**child_environment(), **environment}, log)
+        server = Served(model, options, {**child_environment(), **environment}, log)
         started.append(server)
         server.wait_ready()
         return server

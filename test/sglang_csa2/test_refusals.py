@@ -11,9 +11,9 @@ from sglang_csa2.refusals import MODELS, OPTIONS, check_model
 from sglang_csa2.resolve import FORCED
 
 REFUSED_OPTIONS = {
-    "--tp-size": ["--tp-size", "2"],
     "--dp-size": ["--dp-size", "2"],
     "--pp-size": ["--pp-size", "2"],
+    "--nnodes": ["--nnodes", "2", "--node-rank", "0", "--dist-init-addr", "127.0.0.1:5000", "--tp-size", "2"],
     "--enable-dp-attention": ["--enable-dp-attention"],
     "--attn-dp-size": ["--attn-dp-size", "2"],
     "--dcp-size": ["--dcp-size", "2"],
@@ -44,6 +44,11 @@ REFUSED_OPTIONS = {
     "--enable-session-radix-cache": ["--enable-session-radix-cache"],
     "--enable-streaming-session": ["--enable-streaming-session"],
     "--kv-canary": ["--kv-canary", "log"],
+    "--lora-backend": ["--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "q_proj"],
+    "--enable-lora-overlap-loading": [
+        *("--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "q_proj", "--lora-backend", "torch_native"),
+        "--enable-lora-overlap-loading",
+    ],
     "--enable-memory-saver": ["--enable-memory-saver"],
     "--enable-torch-compile": ["--enable-torch-compile"],
     "--cuda-graph-backend-decode": ["--cuda-graph-backend-decode", "full"],
@@ -67,7 +72,9 @@ SERVED_OPTIONS = (
     ["--enable-priority-scheduling"],
     ["--radix-eviction-policy", "lfu"],
     ["--max-total-tokens", "4096"],
-    ["--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "q_proj"],
+    ["--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "q_proj", "--lora-backend", "torch_native"],
+    ["--enable-return-hidden-states"],
+    ["--grammar-backend", "xgrammar"],
     ["--enable-metrics"],
     ["--page-size", "64", "--attention-backend", "csa2", "--radix-cache-backend", "csa2"],
 )
@@ -172,8 +179,8 @@ def test_option_is_refused_by_name(row, llama, monkeypatch):
 
 
 def test_all_refused_options_are_named_at_once(llama):
-    with pytest.raises(OptionError, match=r"with --tp-size 2: .*also refused: --kv-cache-dtype fp8_e4m3, --enable-lm"):
-        resolve("--model-path", llama, "--kv-compress", "csa2", "--tp-size", "2", "--enable-lmcache",
+    with pytest.raises(OptionError, match=r"with --pp-size 2: .*also refused: --kv-cache-dtype fp8_e4m3, --enable-lm"):
+        resolve("--model-path", llama, "--kv-compress", "csa2", "--pp-size", "2", "--enable-lmcache",
                 "--kv-cache-dtype", "fp8_e4m3")  # fmt: skip
 
 
@@ -245,3 +252,27 @@ def test_without_the_flag_nothing_is_refused(llama):
     assert values["page_size"] == 1
     assert values["attention_backend"] == "torch_native"
     assert values["radix_cache_backend"] is None
+
+
+def test_overlap_scheduling_is_what_it_is_without_the_flag(llama):
+    """On by default, and off where the user or SGLang switches it off."""
+    for argv, off in ([], False), (["--disable-overlap-schedule"], True):
+        values = [
+            resolve("--model-path", llama, *flag, *argv).resolved_dict()["disable_overlap_schedule"]
+            for flag in ([], ["--kv-compress", "csa2"])
+        ]
+        assert values == [off, off]
+
+
+def test_two_ranks_need_heads_and_cores_for_both(tmp_path, monkeypatch):
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")
+    argv = ("--kv-compress", "csa2", "--tp-size", "2")
+    even = str(write_model(tmp_path / "even", num_attention_heads=4, num_key_value_heads=2))
+    assert resolve("--model-path", even, *argv).resolved_dict()["tp_size"] == 2
+    odd = str(write_model(tmp_path / "odd", num_attention_heads=3, num_key_value_heads=3))
+    with pytest.raises(OptionError, match="--tp-size 2 cannot split this model: it has 3 query and 3 KV heads"):
+        resolve("--model-path", odd, *argv)
+    monkeypatch.delenv("SGLANG_CPU_OMP_THREADS_BIND")
+    monkeypatch.setattr("sglang.srt.utils.common.get_cpu_ids_by_node", lambda: ["0,1"])
+    with pytest.raises(OptionError, match=r"starts 2 processes on a machine with 1 NUMA nodes: .*BIND='[0-9,]+\|[0-9,]+'"):
+        resolve("--model-path", even, *argv)
