@@ -125,6 +125,7 @@ PARAMETERS = {
         "entrypoints.openai.serving_tokenize.OpenAIServingTokenize._tokenize_chat_request": ("self", "request"),
         "entrypoints.openai.serving_tokenize.OpenAIServingTokenize": ("tokenizer_manager", "template_manager"),
     },
+    "splitting": {"utils.common.get_cpu_ids_by_node": ()},
     "http": {
         "entrypoints.http_server.get_global_state": (),
         "utils.auth.auth_level": ("level",),
@@ -252,6 +253,10 @@ ATTRIBUTES = {
             "current_scheduler_metrics_enabled", "decode_log_interval", "forward_ct_decode", "is_stats_logging_rank",
             "metrics_collector",
         ),
+    },
+    "ranks": {
+        "distributed.parallel_state.GroupCoordinator": ("cpu_group", "world_size"),
+        "environ.Envs": ("SGLANG_ENABLE_RANK_CONSENSUS_CHECKER",),
     },
     "cpu_platform": {"platforms.interface.PlatformCapabilities": ("graph_capture", "supports_triton")},
 }  # fmt: skip

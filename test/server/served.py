@@ -16,7 +16,7 @@ import requests
 PAGE_SIZE = 64
 ARENA = ("--csa2-arena-size", "188MB")
 """127 plain pages of the demo model: 8128 tokens."""
-START_TIMEOUT_S = 300
+START_TIMEOUT_S = 600
 REQUEST_TIMEOUT_S = 300
 IDLE_TIMEOUT_S = 60
 POLL_S = 0.05
