@@ -13,13 +13,15 @@ SCALE = 0.2
 
 
 def write_adapter(folder: Path, model: Path, seed: int) -> Path:
-    """Write an adapter of the key and value projections of the Llama `model`, drawn with `seed`; the folder."""
+    """Write an adapter of the attention projections of the Llama `model`, drawn with `seed`; the folder."""
     shape = json.loads((model / "config.json").read_text())
-    hidden, out = shape["hidden_size"], shape["num_key_value_heads"] * shape["head_dim"]
+    hidden = shape["hidden_size"]
+    heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads", "v_proj": "num_key_value_heads"}
     chance = torch.Generator().manual_seed(seed)
     weights: dict[str, Tensor] = {}
     for layer in range(shape["num_hidden_layers"]):
-        for name in ("k_proj", "v_proj"):
+        for name, count in heads.items():
+            out = shape[count] * shape["head_dim"]
             prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
             weights[f"{prefix}.lora_A.weight"] = torch.randn(RANK, hidden, generator=chance) * SCALE / hidden**0.5
             weights[f"{prefix}.lora_B.weight"] = torch.randn(out, RANK, generator=chance) * SCALE
@@ -33,7 +35,7 @@ def write_adapter(folder: Path, model: Path, seed: int) -> Path:
         "lora_alpha": 2 * RANK,
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": ["k_proj", "v_proj"],
+        "target_modules": list(heads),
     }
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder
