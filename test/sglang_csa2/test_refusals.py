@@ -269,8 +269,8 @@ def test_two_ranks_need_heads_and_cores_for_both(tmp_path, monkeypatch):
     argv = ("--kv-compress", "csa2", "--tp-size", "2")
     even = str(write_model(tmp_path / "even", num_attention_heads=4, num_key_value_heads=2))
     assert resolve("--model-path", even, *argv).resolved_dict()["tp_size"] == 2
-    odd = str(write_model(tmp_path / "odd", num_attention_heads=3, num_key_value_heads=3))
-    with pytest.raises(OptionError, match="--tp-size 2 cannot split this model: it has 3 query and 3 KV heads"):
+    odd = str(write_model(tmp_path / "odd", num_attention_heads=4, num_key_value_heads=1))
+    with pytest.raises(OptionError, match="--tp-size 2 cannot split this model: it has 4 query and 1 KV heads"):
         resolve("--model-path", odd, *argv)
     monkeypatch.delenv("SGLANG_CPU_OMP_THREADS_BIND")
     monkeypatch.setattr("sglang.srt.utils.common.get_cpu_ids_by_node", lambda: ["0,1"])
