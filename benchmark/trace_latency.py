@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python benchmark/trace_latency.py --trace agents --requests 160 --seed 1
 
-Every server gets the same requests in the same order, one at a time; one token is generated, and the answer of the trace is
-part of the next prompt of its conversation. All have `--arena-tokens` bf16 tokens of bytes, their pages compressed alike.
+Every server gets the same requests in the same order, one at a time, the other servers frozen; one token is generated, and
+the answer of the trace is part of the next prompt of its conversation. All have `--arena-tokens` bf16 tokens of bytes, their pages compressed alike.
 Prints the share of prompt tokens found in the cache, and median and 99th percentile of the time to the first token: by the
 clock, and by CPU time of the server, which other work on the machine disturbs less.
 """
@@ -14,6 +14,7 @@ from statistics import median, quantiles
 from typing import Any
 
 from common import Server, arguments, demo_model, kv_token_bytes, report, servers
+from streams import WATCHDOG_S, Turns
 from tqdm import tqdm
 from traces import TRACES
 
@@ -56,12 +57,15 @@ def main() -> None:
     options = parser.parse_args()
     model = options.model or demo_model()
     arena = str(options.arena_tokens * kv_token_bytes(model))
-    sides = {name: ["--kv-compress", "csa2", "--csa2-arena-size", arena, *POLICIES[name]] for name in options.policies}
+    both = ["--kv-compress", "csa2", "--csa2-arena-size", arena, "--watchdog-timeout", str(WATCHDOG_S)]
+    sides = {name: [*both, *POLICIES[name]] for name in options.policies}
     results: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
     with servers(model, sides) as up:
-        for request in tqdm(list(islice(TRACES[options.trace](options.seed), options.requests)), unit="request"):
-            for name, server in up.items():
-                results[name].append(first_token(server, list(request.prompt)))
+        with Turns(up) as turns:
+            for request in tqdm(list(islice(TRACES[options.trace](options.seed), options.requests)), unit="request"):
+                for name in up:
+                    with turns.of(name) as server:
+                        results[name].append(first_token(server, list(request.prompt)))
         evicted = {name: server.stats()["evicted_tokens_total"] for name, server in up.items()}
     found = {name: {**summary(requests), "evicted_tokens": evicted[name]} for name, requests in results.items()}
     settings = {name: getattr(options, name) for name in ("trace", "requests", "seed", "arena_tokens")}

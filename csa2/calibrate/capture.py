@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from csa2.calibrate.offline import attend, joined, rows
-from csa2.codec.channels import Rotation, make_rotation
+from csa2.codec.channels import Rotation
 from csa2.codec.queries import QuerySamples
-from csa2.codec.rope import make_rope
+from csa2.codec.rope import config_rotation, make_rope
 from csa2.errors import CalibrationError
 from sgl_kernels.rope import Rope
 
@@ -113,13 +113,7 @@ class CapturedModel:
 
     def rotation(self, head_dim: int) -> Rotation:
         """Which channels rotate together, as transformers applies it (the two halves of the rotated part)."""
-        config = self.model.config.get_text_config()
-        has_rope = getattr(config, "rope_theta", None) is not None or getattr(config, "rope_parameters", None)
-        if not has_rope:
-            return Rotation(())
-        parameters = getattr(config, "rope_parameters", None) or {}
-        share = parameters.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0
-        return make_rotation(int(head_dim * share), neox=True)
+        return config_rotation(self.model.config.get_text_config(), head_dim)
 
     def rope(self, head_dim: int) -> Rope:
         """How fast they rotate.

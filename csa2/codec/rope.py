@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from csa2.codec.channels import Rotation
+from csa2.codec.channels import Rotation, make_rotation
 from csa2.errors import OptionError
 from sgl_kernels.rope import Rope
 
@@ -19,6 +19,19 @@ ROPE_TYPES = ("default", "linear", "llama3")
 longrope), scale keys (yarn, longrope) or have several positions a token (mrope)."""
 _OTHER_KINDS = {"mrope_section": "mrope", "use_fope": "fope"}
 """Parameters that make another kind of "default"."""
+
+
+def config_rotation(config: Any, head_dim: int) -> Rotation:
+    """Which channels of keys rotate together in a model of transformers: the two halves of the rotated part.
+
+    Args:
+        config: its text configuration.
+    """
+    parameters = getattr(config, "rope_parameters", None) or {}
+    if getattr(config, "rope_theta", None) is None and not parameters:
+        return Rotation(())
+    share = parameters.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0
+    return make_rotation(int(head_dim * share), neox=True)
 
 
 def rope_type_of(parameters: Mapping[str, Any]) -> str:

@@ -1,0 +1,1 @@
+"""CSA2 inside other libraries, without SGLang."""
