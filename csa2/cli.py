@@ -1,4 +1,4 @@
-"""The `csa2` command: `csa2 demo-model`, `csa2 info`, `csa2 calibrate`, and what other packages add.
+"""The `csa2` command: `csa2 demo-model`, `csa2 info`, `csa2 plan`, `csa2 calibrate`, and what other packages add.
 
 A command that needs more than this package is an entry point of the group `csa2.commands`: a function that takes the
 subparsers, adds its own and sets `run` on it, a function from the parsed arguments to the exit code.
@@ -9,6 +9,7 @@ import importlib.metadata
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from csa2 import __version__
@@ -73,6 +74,8 @@ def _parser() -> argparse.ArgumentParser:
     info.add_argument("--json", action="store_true", help="print JSON instead of text")
     info.set_defaults(run=lambda arguments: _info(arguments.url, arguments.json))
 
+    _add_plan(commands)
+
     calibrate = commands.add_parser(
         "calibrate",
         help="find out which key channels, heads and tokens of a model matter most",
@@ -103,6 +106,32 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_plan(commands: Any) -> None:
+    plan = commands.add_parser(
+        "plan",
+        help="tell what of a model and its cache fits into a memory, by format",
+        description="Print what a token takes, what is left for the cache, how many tokens and requests fit in each format, "
+        "and flags for a server. Exits with 1 when what is asked for does not fit.",
+    )
+    plan.add_argument("--model", required=True, type=Path, metavar="DIR_OR_FILE", help="folder of the model, or config.json")
+    plan.add_argument("--memory", required=True, metavar="SIZE", help="memory of one device, for example 24GiB")
+    plan.add_argument("--context", required=True, type=int, metavar="TOKENS", help="tokens of a request, answer included")
+    plan.add_argument("--concurrency", type=int, default=1, metavar="N", help="requests at once (default: %(default)s)")
+    plan.add_argument("--tp", type=int, default=1, metavar="N", help="ranks of tensor parallelism (default: %(default)s)")
+    plan.add_argument("--weights-bytes", metavar="SIZE", help="weights (default: the files of the folder, or an estimate)")
+    plan.add_argument("--reserve", metavar="SIZE", help="left for activations and runtime (default: an estimate)")
+    plan.add_argument("--json", action="store_true", help="print JSON instead of text")
+    plan.set_defaults(run=_plan)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from csa2.plan.command import answer
+
+    text, code = answer(arguments)
+    print(text)
+    return code
+
+
 def _add_commands(commands: Any) -> None:
     """Add the commands of the entry points. One that cannot be loaded is named and left out: the others must still work."""
     for entry in sorted(importlib.metadata.entry_points(group=COMMANDS), key=lambda entry: entry.name):
@@ -121,8 +150,6 @@ def _demo_model(cache_dir: str | None) -> int:
 
 
 def _calibrate(arguments: argparse.Namespace) -> int:
-    from pathlib import Path
-
     from csa2.calibrate.run import ADVISED_SAMPLES, CalibrateOptions, calibrate
 
     options = CalibrateOptions(

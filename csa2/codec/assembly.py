@@ -37,28 +37,39 @@ def codec_and_ladder(
     Raises:
         PageFormatError: a geometry that the codec cannot store.
     """
-    check_geometry(geometry)
-    reduced = {name: _heads(name, geometry, rotation, known) for name in options.reduced_formats}
-    classes = tuple(() if head.basis == "identity" else head.key_classes for heads in reduced.values() for head in heads)
+    ladder = format_ladder(options, geometry, rotation, known)
+    reduced = [head for name in options.reduced_formats for head in ladder.layouts[ladder.index(name)].heads]
+    classes = tuple(() if head.basis == "identity" else head.key_classes for head in reduced)
     orders, scorer = (None, None) if known is None else (known.orders, known.scorer)
-    codec = make_codec(geometry, rotation, classes, orders, rope, scorer)
+    return make_codec(geometry, rotation, classes, orders, rope, scorer), ladder
+
+
+def format_ladder(
+    options: CacheOptions, geometry: PageGeometry, rotation: Rotation, known: HeadCalibration | None
+) -> FormatLadder:
+    """The ladder alone, see `codec_and_ladder`: enough to know what pages take.
+
+    Raises:
+        PageFormatError: a geometry that the codec cannot store.
+    """
+    check_geometry(geometry)
     ladder = make_ladder(
         geometry,
         options.kv_format,
         options.old_page_format,
         None if options.shared_format == "tail" else options.shared_format,
-        reduced,
+        {name: _heads(name, geometry, rotation, known) for name in options.reduced_formats},
         channel_scales=options.key_scale == "channel",
         separated=options.rope == "separated",
     )
-    if known is not None:
-        budgeted = ("k8v4", options.kv_format)
-        layouts = [
-            replace(layout, heads=known.losses.heads(layout.heads, geometry)) if layout.name in budgeted else layout
-            for layout in ladder.layouts
-        ]
-        ladder = replace(ladder, layouts=tuple(layouts))
-    return codec, ladder
+    if known is None:
+        return ladder
+    budgeted = ("k8v4", options.kv_format)
+    layouts = [
+        replace(layout, heads=known.losses.heads(layout.heads, geometry)) if layout.name in budgeted else layout
+        for layout in ladder.layouts
+    ]
+    return replace(ladder, layouts=tuple(layouts))
 
 
 def _heads(name: str, geometry: PageGeometry, rotation: Rotation, known: HeadCalibration | None) -> tuple[HeadLayout, ...]:

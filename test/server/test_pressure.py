@@ -8,11 +8,17 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
 import requests
 from served import CAPITALS, Later, Served, StartServer, capital_prompt, check_stats
+
+from csa2.capacity import plan_arena
+from csa2.options import CacheOptions
+from csa2.plan.fit import server_ladder
+from csa2.plan.model_memory import read_model
 
 pytestmark = pytest.mark.e2e
 
@@ -90,6 +96,17 @@ def test_two_hundred_mixed_requests_at_a_full_arena(small: Served, text_ids: lis
     assert stats["slab_bytes"] > 0.5 * stats["arena_bytes"]
     for country, capital in list(CAPITALS.items())[:3]:
         assert capital in small.generate(capital_prompt(country), 8)["text"]
+
+
+def test_the_planner_knows_what_a_server_reports(small: Served, demo_model: Path) -> None:
+    model = read_model(demo_model)
+    stats = small.stats()
+    ladder = server_ladder(model, 1, CacheOptions())
+    arena = plan_arena(int(SMALL_ARENA), ladder.page_bytes, ladder.guard)
+    assert model.token_bytes * 64 == stats["page_bytes"]["bf16"]
+    assert dict(zip(ladder.names, ladder.page_bytes, strict=True)) == stats["page_bytes"]
+    # SGLang keeps a page for itself at most.
+    assert arena.max_pages * 64 == pytest.approx(stats["capacity_tokens"], rel=0.03)
 
 
 def limit_in(message: str) -> int:

@@ -1,0 +1,1 @@
+"""The memory planner behind `csa2 plan`: what a model's cache takes, and what of it fits."""
