@@ -43,3 +43,11 @@ class UnknownDocumentError(DocumentError):
 
 class DocumentConflictError(DocumentError):
     """A document that does not go with what is there: another one of its id, or memory that requests need."""
+
+
+class ProgramError(Csa2Error, ValueError):
+    """A program of the SGLang language that uses a document in a way that cannot find it."""
+
+
+class BackendError(Csa2Error, RuntimeError):
+    """A backend of a program that serves no pinned documents, or does not answer."""

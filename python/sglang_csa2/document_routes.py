@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
@@ -12,17 +13,31 @@ from starlette.responses import Response
 
 from csa2.document_folder import MAX_DOCUMENT_BYTES, read_folder
 from csa2.documents import DocumentBody, check_id, read_body
-from csa2.errors import DocumentError, OptionError
+from csa2.errors import DocumentConflictError, DocumentError, OptionError
 from sglang_csa2 import http
-from sglang_csa2.document_tokens import token_ids
+from sglang_csa2.document_tokens import document_text, token_ids
 
 logger = logging.getLogger(__name__)
 
 DOCUMENTS_PATH = "/csa2/documents"
 DOCUMENT_PATH = DOCUMENTS_PATH + "/{document_id}"
+TEXT_PATH = DOCUMENT_PATH + "/text"
 POLL_S = 0.05
 """Between two looks at a document that is being encoded."""
 
+
+@dataclass
+class _Content:
+    """What a document was made of. The scheduler keeps its whole pages only."""
+
+    asked: DocumentBody
+    ids: list[int]
+    kept: int
+    text: str | None = None
+
+
+_contents: dict[str, _Content] = {}
+"""Of the documents there are, by id: programs read them before each run, which must not wait for a batch."""
 _expiries: dict[str, asyncio.Task[None]] = {}
 """Tasks that remove documents when their time is over, by id. Here, in one process: clocks of ranks differ."""
 
@@ -37,6 +52,7 @@ def add_document_routes(app: Any) -> None:
     app.add_api_route(DOCUMENTS_PATH, admin(delete_documents), methods=["DELETE"])
     app.add_api_route(DOCUMENT_PATH, admin(get_document), methods=["GET"])
     app.add_api_route(DOCUMENT_PATH, admin(delete_document), methods=["DELETE"])
+    app.add_api_route(TEXT_PATH, admin(get_document_text), methods=["GET"])
 
 
 def load_at_start(app: Any, folder: str) -> None:
@@ -100,10 +116,32 @@ async def get_document(document_id: str) -> Response:
     return await _of_one("document", document_id)
 
 
+async def get_document_text(document_id: str) -> Response:
+    """What a prompt begins with to find a document: {id, text, messages, extra_key}; `messages` if it was made of them."""
+    from sglang.srt.entrypoints.http_server import get_global_state
+
+    try:
+        check_id(document_id)
+        content = _contents.get(document_id)
+        if content is None:
+            return http.error_response(f"there is no document {document_id!r}", HTTPStatus.NOT_FOUND)
+        if content.text is None:
+            tokenizer = get_global_state().tokenizer_manager.tokenizer
+            content.text = document_text(content.asked, content.ids, content.kept, tokenizer)
+    except DocumentConflictError as error:
+        return http.error_response(str(error), HTTPStatus.CONFLICT)
+    except DocumentError as error:
+        return http.error_response(str(error), HTTPStatus.BAD_REQUEST)
+    asked = content.asked
+    shown = {"id": asked.id, "text": content.text, "messages": asked.messages, "extra_key": asked.extra_key}
+    return http.json_response(shown, HTTPStatus.OK)
+
+
 async def delete_document(document_id: str) -> Response:
     """Unpin a document."""
     response = await _of_one("document_remove", document_id)
     if response.status_code == HTTPStatus.OK:
+        _contents.pop(document_id, None)
         _expire(document_id, None, None)
     return response
 
@@ -112,6 +150,7 @@ async def delete_documents() -> Response:
     """Unpin all documents."""
     response = await http.reply("documents_remove")
     if response.status_code == HTTPStatus.OK:
+        _contents.clear()
         for document_id in tuple(_expiries):
             _expire(document_id, None, None)
     return response
@@ -147,6 +186,7 @@ async def _pin(asked: DocumentBody, ids: list[int]) -> tuple[bool, dict[str, Any
         message = f"document {asked.id!r} could not be encoded: {data['message']}. Send it again"
         return False, {"message": message}, HTTPStatus.SERVICE_UNAVAILABLE
     if ok:
+        _contents[asked.id] = _Content(asked, ids, data["tokens"])
         _expire(asked.id, data["serial"], asked.ttl)
     return ok, data, status
 
@@ -163,5 +203,7 @@ async def _remove_later(document_id: str, serial: int | None, ttl: float) -> Non
     await asyncio.sleep(ttl)
     _expiries.pop(document_id, None)
     ok, data, _ = await http.ask("document_remove", {"document_id": document_id, "serial": serial})
-    if not ok:
+    if ok:
+        _contents.pop(document_id, None)
+    else:
         logger.warning("csa2 document %s could not be removed when its time was over: %s", document_id, data["message"])

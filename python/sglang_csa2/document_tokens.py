@@ -1,13 +1,22 @@
-"""Token ids of documents, as SGLang makes those of requests that go on from them.
+"""Token ids of documents, as SGLang makes those of requests that go on from them, and the text that gives these ids.
+
+The last tokens of a text can become others when something follows: "wor" and "ld" are not "world". Those are left out, so
+that what is kept begins every prompt that begins with the text.
 
 UPSTREAM(sglang 0.5.23): `OpenAIServingTokenize._tokenize_chat_request` renders messages as they stand, without opening a
 turn for the answer, which would differ from the turn that follows.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from csa2.documents import DocumentBody
-from csa2.errors import DocumentError
+from csa2.errors import DocumentConflictError, DocumentError
+
+FOLLOWERS = ("a", "A", "é", "日", "7", " ", " a", " 7", "\t", "\n", "\n\n", ".", ", ", "'s", '"', "-", "(", "<|")
+"""What may follow a text, one of each kind that tokenizers tell apart."""
+TAIL_CHARS = 256
+"""End of a text that is tried with `FOLLOWERS`; the whole text where that does not settle it."""
 
 
 def token_ids(asked: DocumentBody, tokenizer_manager: Any, template_manager: Any) -> list[int]:
@@ -22,8 +31,51 @@ def token_ids(asked: DocumentBody, tokenizer_manager: Any, template_manager: Any
         raise DocumentError("the server has no tokenizer (--skip-tokenizer-init): give input_ids")
     if asked.text is not None:
         ids: list[int] = tokenizer_manager.tokenizer.encode(asked.text)
-        return ids
+        return ids[: len(ids) - changing_tokens(asked.text, tokenizer_manager.tokenizer)]
     return _chat_ids(asked, tokenizer_manager, template_manager)
+
+
+def changing_tokens(text: str, tokenizer: Any) -> int:
+    """How many tokens at the end of `text` become others when one of `FOLLOWERS` comes after it."""
+    for tail in (text[-TAIL_CHARS:], text):
+        alone = tokenizer.encode(tail)
+        changing = len(alone) - min(_same(alone, tokenizer.encode(tail + follower)) for follower in FOLLOWERS)
+        # Far from the place where the tail was cut off, its tokens are those of the text.
+        if 2 * changing < len(alone):
+            break
+    return changing
+
+
+def document_text(asked: DocumentBody, ids: Sequence[int], kept: int, tokenizer: Any) -> str:
+    """The text that a prompt begins with to find a document.
+
+    Args:
+        ids: what `token_ids` gave.
+        kept: tokens in whole pages, which are pinned.
+
+    Raises:
+        DocumentConflictError: no text is tokenised to these ids, or the server has no tokenizer.
+    """
+    if asked.text is not None:
+        return asked.text
+    if tokenizer is None:
+        raise DocumentConflictError(
+            f"document {asked.id!r} has no text: the server has no tokenizer (--skip-tokenizer-init)"
+        )
+    text: str = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    # A chat template may write the token that the tokenizer begins every text with.
+    for candidate in (text, text.removeprefix(tokenizer.bos_token or "")):
+        if _same(ids, tokenizer.encode(candidate)) >= kept:
+            return candidate
+    raise DocumentConflictError(
+        f"document {asked.id!r} has no text that is tokenised to its {kept} tokens: send input_ids, or pin it as text"
+    )
+
+
+def _same(one: Sequence[int], other: Sequence[int]) -> int:
+    """Length of the beginning that two sequences have in common."""
+    length = min(len(one), len(other))
+    return next((i for i in range(length) if one[i] != other[i]), length)
 
 
 def _chat_ids(asked: DocumentBody, tokenizer_manager: Any, template_manager: Any) -> list[int]:

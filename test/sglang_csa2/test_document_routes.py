@@ -46,7 +46,7 @@ class FakeScheduler:
 
 
 def ok(**data: Any) -> Csa2ControlReqOutput:
-    return Csa2ControlReqOutput(ok=True, status=200, data=data)
+    return Csa2ControlReqOutput(ok=True, status=200, data={"tokens": 64, **data})
 
 
 def refused(message: str, status: int) -> Csa2ControlReqOutput:
