@@ -1,22 +1,21 @@
 """Token ids of documents, as SGLang makes those of requests that go on from them, and the text that gives these ids.
 
-The last tokens of a text can become others when something follows: "wor" and "ld" are not "world". Those are left out, so
-that what is kept begins every prompt that begins with the text.
+The last tokens of a text can become others when something follows: "wor" and "ld" are not "world". Tokenizers look at words,
+so the last word and what follows it are left out: what is kept begins every prompt that begins with the text.
 
 UPSTREAM(sglang 0.5.23): `OpenAIServingTokenize._tokenize_chat_request` renders messages as they stand, without opening a
 turn for the answer, which would differ from the turn that follows.
 """
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from csa2.documents import DocumentBody
 from csa2.errors import DocumentConflictError, DocumentError
 
-FOLLOWERS = ("a", "A", "é", "日", "7", " ", " a", " 7", "\t", "\n", "\n\n", ".", ", ", "'s", '"', "-", "(", "<|")
-"""What may follow a text, one of each kind that tokenizers tell apart."""
-TAIL_CHARS = 256
-"""End of a text that is tried with `FOLLOWERS`; the whole text where that does not settle it."""
+MAX_WORD_CHARS = 64
+"""Of a last word that is left out; scripts without spaces, and long lines of one sign, have no end of a word."""
 
 
 def token_ids(asked: DocumentBody, tokenizer_manager: Any, template_manager: Any) -> list[int]:
@@ -30,20 +29,16 @@ def token_ids(asked: DocumentBody, tokenizer_manager: Any, template_manager: Any
     if tokenizer_manager.tokenizer is None:
         raise DocumentError("the server has no tokenizer (--skip-tokenizer-init): give input_ids")
     if asked.text is not None:
-        ids: list[int] = tokenizer_manager.tokenizer.encode(asked.text)
-        return ids[: len(ids) - changing_tokens(asked.text, tokenizer_manager.tokenizer)]
+        return settled_ids(asked.text, tokenizer_manager.tokenizer)
     return _chat_ids(asked, tokenizer_manager, template_manager)
 
 
-def changing_tokens(text: str, tokenizer: Any) -> int:
-    """How many tokens at the end of `text` become others when one of `FOLLOWERS` comes after it."""
-    for tail in (text[-TAIL_CHARS:], text):
-        alone = tokenizer.encode(tail)
-        changing = len(alone) - min(_same(alone, tokenizer.encode(tail + follower)) for follower in FOLLOWERS)
-        # Far from the place where the tail was cut off, its tokens are those of the text.
-        if 2 * changing < len(alone):
-            break
-    return changing
+def settled_ids(text: str, tokenizer: Any) -> list[int]:
+    """The token ids of `text` that stay when something comes after it."""
+    ids: list[int] = tokenizer.encode(text)
+    last_word = re.search(r"\s+\S+\s*$", text[-MAX_WORD_CHARS:])
+    dropped = min(len(text), MAX_WORD_CHARS) - (0 if last_word is None else last_word.start())
+    return ids[: _same(ids, tokenizer.encode(text[: len(text) - dropped]))]
 
 
 def document_text(asked: DocumentBody, ids: Sequence[int], kept: int, tokenizer: Any) -> str:
