@@ -125,6 +125,13 @@ PARAMETERS = {
         "entrypoints.openai.serving_tokenize.OpenAIServingTokenize._tokenize_chat_request": ("self", "request"),
         "entrypoints.openai.serving_tokenize.OpenAIServingTokenize": ("tokenizer_manager", "template_manager"),
     },
+    "document_client": {"sglang.utils.http_request": ("url", "json", "api_key", "verify", "method")},
+    "frontend": {
+        "sglang.lang.interpreter.StreamExecutor.submit": ("self", "expr"),
+        "sglang.lang.ir.SglExprList": ("expr_list",),
+        "sglang.lang.ir.SglFunction": ("func", "num_api_spec_tokens", "bind_arguments"),
+        "sglang.lang.tracer.TracingScope.get_current_scope": (),
+    },
     "splitting": {"utils.common.get_cpu_ids_by_node": ()},
     "http": {
         "entrypoints.http_server.get_global_state": (),
@@ -173,6 +180,17 @@ ATTRIBUTES = {
         "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager": ("scheduler",),
     },
     "document_tokens": {"entrypoints.openai.protocol.TokenizeRequest": ("add_generation_prompt", "messages")},
+    "document_client": {
+        "sglang.lang.backend.runtime_endpoint.RuntimeEndpoint": ("api_key", "base_url", "verify"),
+        "sglang.utils.HttpResponse": ("json", "status_code", "text"),
+    },
+    "frontend": {
+        "sglang.lang.interpreter.StreamExecutor": ("backend", "cur_role", "error_", "messages_", "sync", "text_"),
+        "sglang.lang.ir.SglConstantText": ("value",),
+        "sglang.lang.ir.SglFunction": ("bind_arguments", "func", "num_api_spec_tokens"),
+        "sglang.lang.tracer.TracerProgramState": ("backend",),
+        "sglang.lang.tracer.TracingScope": ("tracer_state",),
+    },
     "pool": {
         "mem_cache.memory_pool.MHATokenToKVPool": (
             "device", "dtype", "head_dim", "head_num", "k_buffer", "layer_num", "page_size", "size", "start_layer",
