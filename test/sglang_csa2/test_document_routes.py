@@ -63,6 +63,7 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeScheduler]:
     monkeypatch.setattr(document_routes, "POLL_S", 0)
     yield fake
     document_routes._expiries.clear()
+    document_routes._contents.clear()
 
 
 @pytest.fixture
@@ -74,7 +75,7 @@ def client(scheduler: FakeScheduler) -> Iterator[TestClient]:
 
 
 def test_a_document_is_tokenised_encoded_and_waited_for(client: TestClient, scheduler: FakeScheduler) -> None:
-    response = client.post(PATH, json={"id": "a", "text": "AB", "format": "fp4", "extra_key": "k"})
+    response = client.post(PATH, json={"id": "a", "text": "AB C", "format": "fp4", "extra_key": "k"})
     assert (response.status_code, response.json()["state"]) == (200, "resident")
     wanted = {"document_id": "a", "input_ids": [65, 66], "page_format": "fp4", "extra_key": "k", "ttl": None}
     assert scheduler.calls[0] == ("document_add", wanted)
@@ -191,9 +192,42 @@ def test_documents_are_protected_as_admin_routes_are(
     http.add_routes(app)
     add_api_key_middleware(app, api_key=api_key, admin_api_key=admin_api_key)
     client = TestClient(app, headers={"Authorization": f"Bearer {sent}"} if sent else {})
-    assert client.post(PATH, json={"id": "a", "input_ids": [1]}).status_code == status
-    for method, path in (("GET", PATH), ("GET", f"{PATH}/a"), ("DELETE", f"{PATH}/a"), ("DELETE", PATH)):
-        assert client.request(method, path).status_code == status
+    assert client.post(PATH, json={"id": "a", "text": "some text"}).status_code == status
+    for method, path in (("GET", ""), ("GET", "/a"), ("GET", "/a/text"), ("DELETE", "/a"), ("DELETE", "")):
+        assert client.request(method, PATH + path).status_code == status
+
+
+def test_the_text_of_a_document_is_had_without_the_scheduler(client: TestClient, scheduler: FakeScheduler) -> None:
+    client.post(PATH, json={"id": "a", "text": "some text", "extra_key": "k"})
+    calls = len(scheduler.calls)
+    response = client.get(f"{PATH}/a/text")
+    shown = {"id": "a", "text": "some text", "messages": None, "extra_key": "k"}
+    assert (response.status_code, response.json()) == (200, shown)
+    assert len(scheduler.calls) == calls
+    scheduler.answer = lambda op, _: refused("exists with other content", 409) if op == "document_add" else None
+    assert client.post(PATH, json={"id": "a", "text": "another text"}).status_code == 409
+    assert client.get(f"{PATH}/a/text").json() == shown
+
+
+@pytest.mark.parametrize("how", ["delete", "delete all", "ttl"])
+def test_the_text_goes_with_its_document(client: TestClient, scheduler: FakeScheduler, how: str) -> None:
+    assert client.get(f"{PATH}/a/text").status_code == 404
+    client.post(PATH, json={"id": "a", "text": "some text", "ttl": 0.001 if how == "ttl" else None})
+    if how != "ttl":
+        client.delete(PATH if how == "delete all" else f"{PATH}/a")
+    while how == "ttl" and "document_remove" not in scheduler.ops():
+        client.get(PATH)
+    assert client.get(f"{PATH}/a/text").status_code == 404
+
+
+def test_tokens_that_no_text_has_are_409(client: TestClient, scheduler: FakeScheduler) -> None:
+    tokenizer = http_server.get_global_state().tokenizer_manager.tokenizer
+    tokenizer.bos_token, tokenizer.decode = None, lambda ids, **_: "ABC"
+    client.post(PATH, json={"id": "a", "input_ids": [*range(65, 129)]})
+    response = client.get(f"{PATH}/a/text")
+    assert response.status_code == 409
+    assert "'a' has no text" in response.json()["error"]["message"]
+    assert client.get(f"{PATH}/a%20b/text").status_code == 400
 
 
 def app_with(folder: Path) -> FastAPI:
