@@ -76,7 +76,7 @@ def agent(s, questions, report):
         s += sgl.user(question)
         for step in range(1, MAX_STEPS + 1):
             name = f"call_{turn}_{step}"
-            s += sgl.assistant(sgl.gen(name, regex=grammar(step), max_new_tokens=MAX_TOKENS))
+            s += sgl.assistant(sgl.gen(name, regex=grammar(step), max_tokens=MAX_TOKENS))
             check(s)
             call = json.loads(s[name])
             meta = s.get_meta_info(name)

@@ -66,7 +66,7 @@ def words(text: str) -> list[str]:
 def answer(s, document, text, question):
     s += static(document, text)
     s += "\nQuestion: " + question + "\nAnswer:"
-    s += sgl.gen("answer", max_new_tokens=24, stop="\n")
+    s += sgl.gen("answer", max_tokens=24, stop="\n")
 
 
 @sgl.function

@@ -3,7 +3,7 @@
     @sgl.function
     def answer(s, question):
         s += static("manual")
-        s += "\\nQ: " + question + "\\nA:" + sgl.gen("answer", max_new_tokens=32)
+        s += "\\nQ: " + question + "\\nA:" + sgl.gen("answer", max_tokens=32)
 
     @sgl.function
     @fixed_prefix([{"role": "system", "content": "You answer ..."}])

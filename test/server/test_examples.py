@@ -90,7 +90,7 @@ def test_a_prompt_begins_with_the_tokens_of_its_document(server: Served, backend
     @sgl.function
     def program(s):
         s += static("bell", WRITTEN)
-        s += following + sgl.gen("answer", max_new_tokens=1)
+        s += following + sgl.gen("answer", max_tokens=1)
 
     state = program.run(backend=backend, temperature=0)
     meta = state.get_meta_info("answer")
@@ -107,7 +107,7 @@ def test_a_chat_and_a_program_share_a_fixed_prefix(server: Served, backend: Any)
     @fixed_prefix(SYSTEM, document_id="keeper")
     def chat(s, question):
         s += sgl.user(question)
-        s += sgl.assistant(sgl.gen("answer", max_new_tokens=4))
+        s += sgl.assistant(sgl.gen("answer", max_tokens=4))
 
     states = chat.run_batch([{"question": q} for q in ("Who are you?", "Where do you live?", "Why?")], backend=backend)
     tokens = server.get("/csa2/documents/keeper").json()["tokens"]
@@ -146,7 +146,7 @@ def test_the_program_of_the_documentation(server: Served, capsys: pytest.Capture
 def test_a_document_that_is_gone(server: Served, backend: Any) -> None:
     @sgl.function
     def program(s, name, text):
-        s += static(name, text) + sgl.gen("answer", max_new_tokens=1)
+        s += static(name, text) + sgl.gen("answer", max_tokens=1)
 
     run = {"name": "brief", "text": WRITTEN.upper()}
     for _ in range(2):  # pinned again after it was removed
