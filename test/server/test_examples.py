@@ -23,7 +23,7 @@ TURN = re.compile(r"turn (\d): (\d) steps, (\d+) of (\d+) prompt tokens cached, 
 FOUND = re.compile(r"document (\w+) \(score [\d.]+\), (\d+) of (\d+) prompt tokens cached")
 KEPT = re.compile(r"document (\w+): (\d+) tokens pinned, (\d+) hits")
 WRITTEN = "The bell rings at noon. Nobody knows who rings it. " * 12
-SYSTEM = [{"role": "system", "content": "You are the keeper of a lighthouse. You speak of nothing but light. " * 8}]
+SYSTEM = [{"role": "system", "content": "You are the keeper of a lighthouse. You speak of nothing but light. " * 16}]
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def test_agent(server: Served) -> None:
     assert per_step[0] < per_step[-1]
     assert turns[-1][-1] > 80  # at most a page and the newest message are computed
     (document,) = [d for d in server.get("/csa2/documents").json()["documents"] if d["id"].startswith("prefix-")]
-    assert document["tokens"] >= 4 * PAGE_SIZE
+    assert document["tokens"] >= 3 * PAGE_SIZE
     # The first step found the system prompt too: it is encoded before the first run.
     assert document["hits"] == len(calls)
 
@@ -127,7 +127,8 @@ def test_the_text_of_a_document(server: Served, backend: Any, text_ids: list[int
     assert server.get("/csa2/documents/-a/text").status_code == 400
     assert server.post("/csa2/documents", id="ids", input_ids=text_ids[:128]).ok
     assert len(server.get("/csa2/documents/ids/text").json()["text"]) > 200
-    assert server.post("/csa2/documents", id="noise", input_ids=text_ids[:1] * 128).ok
+    letter = server.post("/tokenize", prompt="a").json()["tokens"]  # text has longer tokens for many of it
+    assert server.post("/csa2/documents", id="noise", input_ids=letter * 128).ok
     refused = server.get("/csa2/documents/noise/text")
     assert (refused.status_code, "no text" in refused.json()["error"]["message"]) == (409, True)
 
