@@ -13,7 +13,7 @@ BIN = $(VENV)/bin
 or_say = || { echo '$(1) failed: $(2)' >&2; exit 1; }
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test asan check format clean
+.PHONY: help setup serve test asan bench check format clean
 
 help: ## List the goals
 	@echo 'Goals of make:'
@@ -34,6 +34,9 @@ asan: setup ## Run the kernel tests with the address and undefined behaviour san
 	@CSA2_SANITIZE=1 ASAN_OPTIONS=detect_leaks=0:verify_asan_link_order=0 \
 		LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libstdc++.so)" \
 		$(BIN)/python -m pytest --capture=sys test/sgl_kernels test/csa2 -k cpu $(ARGS) $(call or_say,asan,see the report of the sanitizer above)
+
+bench: setup ## Run a selection of the benchmarks, some ten minutes
+	@benchmark/recipes/selection.sh $(call or_say,bench,see the error above)
 
 check: setup ## Lint, format, types and generated documents
 	@echo 'check: ruff check' && $(BIN)/ruff check . $(call or_say,check,ruff found the faults above)

@@ -28,7 +28,7 @@ ARENA = "47185920"
 MINUTES = float(os.environ.get("CSA2_SOAK_MINUTES", "0"))
 CLIENTS = 6
 QUESTIONS = 10
-LEAST_ASKED = 60
+LEAST_ASKED = 40
 SESSIONS, TURNS = 16, 10
 SIGNAL_SHARE = 0.5
 """Error over signal. Answers of another request are off by 1 or so; measured in 10 minutes: see `docs/performance.md`."""
