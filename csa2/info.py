@@ -172,7 +172,10 @@ def _server_lines(server: Report) -> dict[str, object]:
         **{f"demotions {step}": count for step, count in server["demotions_total"].items()},
         "compactions": server["compactions_total"],
         "evicted tokens": server["evicted_tokens_total"],
-        "prefix hits": f"{server['prefix_hit_tokens_total']} of {server['prompt_tokens_total']} prompt tokens",
+        "prefix hits": (
+            f"{server['prefix_hit_tokens_total']} of {server['prompt_tokens_total']} prompt tokens in "
+            f"{server['turns_total']} turns"
+        ),
         "identity basis layers": ", ".join(map(str, server["identity_basis_layers"])) or "none",
     }
 

@@ -6,7 +6,8 @@ import msgspec
 class CacheStats(msgspec.Struct, frozen=True, kw_only=True):
     """One reading of the cache, taken between two batches.
 
-    Bytes and pages are of one rank. `pages` and `demotions_total` keep their keys from start to end, zero included.
+    Bytes and pages are of one rank. `pages`, `demotions_total` and `prefix_hit_tokens_by_format` keep their keys from
+    start to end, zero included.
     """
 
     arena_bytes: int
@@ -37,10 +38,14 @@ class CacheStats(msgspec.Struct, frozen=True, kw_only=True):
     """Pages moved to empty sparse slabs since the start."""
     evicted_tokens_total: int
     """Tokens dropped from the radix tree for memory since the start."""
-    prefix_hit_tokens_total: int
-    """Prompt tokens that were found in the cache since the start."""
+    turns_total: int
+    """Requests that started their prefill since the start, each counted once; encoding of documents left out."""
     prompt_tokens_total: int
-    """Prompt tokens of admitted requests since the start."""
+    """Prompt tokens of these."""
+    prefix_hit_tokens_total: int
+    """Prompt tokens of these that were found in the cache."""
+    prefix_hit_tokens_by_format: dict[str, int]
+    """The same by the format that their pages had then."""
     identity_basis_layers: list[int]
     """Layers with a surviving key bias, stored without the Hadamard basis."""
     weight_copy_bytes: int

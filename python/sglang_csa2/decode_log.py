@@ -7,6 +7,7 @@ from typing import Any
 from csa2.stats import CacheStats
 from csa2.units import format_bytes
 from sglang_csa2.metrics import CacheMetrics
+from sglang_csa2.turns import format_turns_line, take_turns
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +73,16 @@ class CacheReport:
         interval_is_over = reporter.forward_ct_decode % reporter.decode_log_interval == 0
         self._report(log=interval_is_over and reporter.is_stats_logging_rank)
 
-    def after_metrics(self) -> None:
+    def after_prefill_batch(self, batch: Any) -> None:
+        """Report the turns that began with a prefill batch beside SGLang's prefill line; publish metrics with its own."""
+        turns = take_turns(batch) if batch is not None else []
+        if turns and self._reporter.is_stats_logging_rank:
+            logger.info(format_turns_line(turns))
+        if self._metrics is not None:
+            self._metrics.observe(turns)
+        self._report(log=False)
+
+    def after_idle_turn(self) -> None:
         """Publish metrics if SGLang just published its own."""
         self._report(log=False)
 
@@ -111,6 +121,7 @@ def attach(scheduler: Any) -> CacheReport:
             collector.labels,
             gauge_cls=getattr(collector, "_gauge_cls", None),
             counter_cls=getattr(collector, "_counter_cls", None),
+            histogram_cls=getattr(collector, "_histogram_cls", None),
         )
     report = CacheReport(scheduler, read_stats, metrics)
     setattr(reporter, _REPORT, report)
@@ -133,11 +144,18 @@ def after_report_decode_stats(_result: Any, reporter: Any, *_args: Any, **_kwarg
         report.after_decode_batch()
 
 
-def after_report_metrics(_result: Any, reporter: Any, *_args: Any, **_kwargs: Any) -> None:
-    """AFTER hook of `report_prefill_stats` (every prefill batch) and `_maybe_log_idle_metrics` (every idle turn)."""
+def after_report_prefill_stats(_result: Any, reporter: Any, batch: Any, *_args: Any, **_kwargs: Any) -> None:
+    """AFTER hook of `SchedulerMetricsReporter.report_prefill_stats`, called for every prefill batch."""
     report: CacheReport | None = getattr(reporter, _REPORT, None)
     if report is not None:
-        report.after_metrics()
+        report.after_prefill_batch(batch)
+
+
+def after_idle_metrics(_result: Any, reporter: Any, *_args: Any, **_kwargs: Any) -> None:
+    """AFTER hook of `SchedulerMetricsReporter._maybe_log_idle_metrics`, called in every idle turn of the loop."""
+    report: CacheReport | None = getattr(reporter, _REPORT, None)
+    if report is not None:
+        report.after_idle_turn()
 
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
@@ -146,7 +164,7 @@ _REPORTER = "sglang.srt.managers.scheduler_components.metrics_reporter.Scheduler
 HOOKS: tuple[tuple[str, Callable[..., None]], ...] = (
     (_SCHEDULER + "__init__", after_scheduler_init),
     (_REPORTER + "report_decode_stats", after_report_decode_stats),
-    (_REPORTER + "report_prefill_stats", after_report_metrics),
-    (_REPORTER + "_maybe_log_idle_metrics", after_report_metrics),
+    (_REPORTER + "report_prefill_stats", after_report_prefill_stats),
+    (_REPORTER + "_maybe_log_idle_metrics", after_idle_metrics),
 )
 """AFTER hooks, in the scheduler process."""

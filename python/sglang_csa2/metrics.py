@@ -1,8 +1,10 @@
 """The statistics of the cache as Prometheus metrics, beside SGLang's own under /metrics."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from csa2.stats import CacheStats
+from sglang_csa2.turns import Turn
 
 PREFIX = "sglang:csa2_"
 
@@ -21,17 +23,20 @@ COUNTERS = {
     "compactions_total": "Pages moved to empty sparse slabs.",
     "evicted_tokens_total": "Tokens dropped from the radix tree for memory.",
     "prefix_hit_tokens_total": "Prompt tokens found in the cache.",
-    "prompt_tokens_total": "Prompt tokens of admitted requests.",
+    "prompt_tokens_total": "Prompt tokens of requests that started.",
+    "turns_total": "Requests that started, each counted once.",
 }
 """Keys of both are fields of CacheStats and names of metrics."""
+TURN_TOKENS = tuple(2**power for power in range(6, 18))
+"""Upper ends of the buckets of tokens of a turn; the first is a page."""
 
 
 class CacheMetrics:
-    """Gauges and counters of one scheduler process.
+    """Gauges, counters and histograms of one scheduler process.
 
     Args:
         labels: base labels, those of SGLang's scheduler metrics.
-        gauge_cls, counter_cls: classes with the interface of prometheus_client, which is the default.
+        gauge_cls, counter_cls, histogram_cls: classes with the interface of prometheus_client, which is the default.
         options: further keyword arguments of every metric, such as `registry`.
     """
 
@@ -40,15 +45,17 @@ class CacheMetrics:
         labels: dict[str, Any],
         gauge_cls: Any = None,
         counter_cls: Any = None,
+        histogram_cls: Any = None,
         **options: Any,
     ) -> None:
         # prometheus_client chooses its storage on import, by the PROMETHEUS_MULTIPROC_DIR that the launcher sets.
-        from prometheus_client import Counter, Gauge
+        from prometheus_client import Counter, Gauge, Histogram
 
         self._labels = labels
         names = list(labels)
         gauge_cls = gauge_cls or Gauge
         counter_cls = counter_cls or Counter
+        histogram_cls = histogram_cls or Histogram
 
         def gauge(name: str, text: str, *extra: str) -> Any:
             options_of_gauge = {**options, "multiprocess_mode": "mostrecent"}
@@ -57,14 +64,22 @@ class CacheMetrics:
         def counter(name: str, text: str, *extra: str) -> Any:
             return counter_cls(name=PREFIX + name, documentation=text, labelnames=[*names, *extra], **options)
 
+        def histogram(name: str, text: str) -> Any:
+            return histogram_cls(name=PREFIX + name, documentation=text, labelnames=names, buckets=TURN_TOKENS, **options)
+
         self._gauges = {name: gauge(name, text) for name, text in GAUGES.items()}
         self._pages = gauge("pages", "KV pages in use by format.", "format")
         self._counters = {name: counter(name, text) for name, text in COUNTERS.items()}
         self._demotions = counter("demotions_total", "Pages re-encoded to a smaller format, by step.", "step")
+        self._hits = counter("prefix_hit_tokens_by_format_total", "Prompt tokens found in the cache by format.", "format")
+        self._turn_prompt = histogram("turn_prompt_tokens", "Prompt tokens of a request that started.")
+        self._turn_cached = histogram("turn_cached_tokens", "Prompt tokens of a request that were found in the cache.")
         self._read: dict[tuple[str, str], int] = {}
 
     def update(self, stats: CacheStats) -> None:
         """Publish one reading. The first one makes every series appear, zeros included."""
+        for histogram in (self._turn_prompt, self._turn_cached):
+            histogram.labels(**self._labels)
         for name, metric in self._gauges.items():
             metric.labels(**self._labels).set(getattr(stats, name))
         for page_format, num_pages in stats.pages.items():
@@ -74,6 +89,15 @@ class CacheMetrics:
         for step, num_pages in stats.demotions_total.items():
             advance = self._advance("demotions_total", step, num_pages)
             self._demotions.labels(**self._labels, step=step).inc(advance)
+        for page_format, tokens in stats.prefix_hit_tokens_by_format.items():
+            advance = self._advance("prefix_hit_tokens_by_format", page_format, tokens)
+            self._hits.labels(**self._labels, format=page_format).inc(advance)
+
+    def observe(self, turns: Iterable[Turn]) -> None:
+        """Count turns into the histograms."""
+        for turn in turns:
+            self._turn_prompt.labels(**self._labels).observe(turn.prompt_tokens)
+            self._turn_cached.labels(**self._labels).observe(turn.cached_tokens)
 
     def _advance(self, name: str, label: str, total: int) -> int:
         """What `total` adds to the last reading. A total that fell was reset and counts from 0, as in Prometheus."""

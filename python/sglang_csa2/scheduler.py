@@ -22,6 +22,7 @@ from sglang_csa2.documents import DOCUMENT, PinnedDocuments
 from sglang_csa2.pool import store_of
 from sglang_csa2.ranks import check_page_tables, checks_ranks
 from sglang_csa2.request_options import CAP, STATIC
+from sglang_csa2.turns import TurnTotals
 
 logger = logging.getLogger(__name__)
 
@@ -60,8 +61,7 @@ class CacheSteward:
         self.options = options
         self.store: PageStore = store_of(scheduler)
         self.req_to_token: Tensor = scheduler.req_to_token_pool.req_to_token
-        self.prefix_hit_tokens_total = 0
-        self.prompt_tokens_total = 0
+        self.turns = TurnTotals(self.store.ladder.names, self.store.page_size)
         self.documents = PinnedDocuments(scheduler, self.store)
         self.ratio = TailRatio(self.store, options, self.usage)
         self._next_scan = COLD_SCAN_INTERVAL
@@ -95,11 +95,11 @@ class CacheSteward:
             if getattr(req, _ADMITTED, False):
                 continue
             setattr(req, _ADMITTED, True)
-            self.prompt_tokens_total += len(req.origin_input_ids)
-            if prefix:
-                self.prefix_hit_tokens_total += prefix
-                slots = self.req_to_token[req.kv.req_pool_idx, : prefix : self.store.page_size]
-                self.store.share(slots.long() // self.store.page_size)
+            slots = self.req_to_token[req.kv.req_pool_idx, : prefix : self.store.page_size]
+            pages = slots.long() // self.store.page_size
+            self.store.share(pages)
+            if not hasattr(req, DOCUMENT):
+                self.turns.note(req, self.store.arena.formats[pages])
 
     def leaving_pages(self, batch: Any) -> LeavingPages:
         """Pages behind the windows of the requests in `batch`, asked before its result is processed.

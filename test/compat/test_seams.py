@@ -105,6 +105,9 @@ PARAMETERS = {
         "model_loader.loader.DefaultModelLoader.postprocess_weights": ("model", "target_device"),
         "model_loader.loader.DefaultModelLoader.restore_weights_before_loading": ("model", "target_device"),
     },
+    "decode_log": {
+        "managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter.report_prefill_stats": ("self", "batch"),
+    },
     "documents": {
         "managers.scheduler.Scheduler.handle_generate_request": ("self", "recv_req"),
         "managers.scheduler.Scheduler.abort_request": ("self", "recv_req"),

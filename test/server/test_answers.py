@@ -1,5 +1,6 @@
 """What a client sees of one server with the compressed cache: answers, cached tokens, aborts, flushes, statistics."""
 
+import re
 import time
 from typing import Any
 
@@ -27,6 +28,12 @@ Each of 12 tokens leads the next best by more than 0.17 (a bf16 logit has steps 
 """
 LONG_ANSWER = 2000
 """Tokens of an answer that is never waited for."""
+CONVERSATION_TURNS = 20
+HISTOGRAMS = (
+    "sglang:csa2_turn_prompt_tokens_count",
+    "sglang:csa2_turn_prompt_tokens_sum",
+    "sglang:csa2_turn_cached_tokens_sum",
+)
 METRICS_INTERVAL_S = 30
 """SGLang publishes at least this often when idle."""
 
@@ -72,6 +79,37 @@ def test_shared_prefix_is_found_in_whole_pages(server: Served, text_ids: list[in
     # The answer's pages are in the tree too, but its last page is not full.
     assert cached(server.generate(shared + tails[1])) == 229 // PAGE_SIZE * PAGE_SIZE
     assert server.stats()["prefix_hit_tokens_total"] - before == 192 + 192
+
+
+def test_turns_of_a_conversation_are_reported_one_by_one(server: Served, text_ids: list[int]) -> None:
+    """What the responses say of their cached tokens is what the statistics, the log and the metrics say."""
+    server.wait_idle()
+    before, said = server.stats(), []
+    lines = server.log_text().count("csa2: #turn ")
+    counted = {name: server.metrics().get(name, 0) for name in HISTOGRAMS}
+    prompts, hits = [], []
+    for turn in range(CONVERSATION_TURNS):
+        said += text_ids[3000 + 29 * turn : 3029 + 29 * turn]
+        last = server.stats()
+        answer = server.generate(said, 8)
+        stats = server.stats()
+        prompts.append(stats["prompt_tokens_total"] - last["prompt_tokens_total"])
+        hits.append(stats["prefix_hit_tokens_total"] - last["prefix_hit_tokens_total"])
+        assert stats["turns_total"] - last["turns_total"] == 1
+        assert (prompts[-1], hits[-1]) == (len(said), cached(answer))
+        said += answer["output_ids"]
+    # Whole pages of what was said before; the last token of an answer is not written.
+    assert hits == [max(0, turn * 37 - 1) // PAGE_SIZE * PAGE_SIZE for turn in range(CONVERSATION_TURNS)]
+    stats = server.stats()
+    by_format = {
+        name: stats["prefix_hit_tokens_by_format"][name] - n for name, n in before["prefix_hit_tokens_by_format"].items()
+    }
+    assert sum(by_format.values()) == sum(hits)
+    assert by_format["fp8"] > 0
+    found = re.findall(r"csa2: #turn 1, prompt tokens (\d+), cached tokens (\d+)", server.log_text())[lines:]
+    assert [tuple(map(int, numbers)) for numbers in found] == list(zip(prompts, hits, strict=True))
+    metrics = server.metrics()
+    assert [metrics[name] - counted[name] for name in HISTOGRAMS] == [CONVERSATION_TURNS, sum(prompts), sum(hits)]
 
 
 @pytest.mark.parametrize("length", CERTAIN_AT)
@@ -232,9 +270,11 @@ def test_metrics_agree_with_stats(server: Served, text_ids: list[int]) -> None:
         for name in (
             *("arena_bytes", "used_bytes", "slab_bytes", "logical_tokens", "capacity_tokens", "compression_ratio"),
             *("metadata_fraction", "compactions_total", "evicted_tokens_total", "prompt_tokens_total"),
-            "prefix_hit_tokens_total",
+            *("prefix_hit_tokens_total", "turns_total"),
         )
     }
+    by_format = stats["prefix_hit_tokens_by_format"]
+    wanted |= {f"prefix_hit_tokens_by_format_total[{name}]": tokens for name, tokens in by_format.items()}
     wanted |= {f"pages[{name}]": count for name, count in stats["pages"].items()}
     wanted |= {f"demotions_total[{step}]": count for step, count in stats["demotions_total"].items()}
 

@@ -40,20 +40,22 @@ class _Run:
         self.encoding: dict[str, str] = {}
         """Commands that wait for a document: name -> id."""
         self.sent: list[str] = []
-        self.tokens: dict[str, int] = {}
+        self.prompts: dict[str, tuple[int, ...]] = {}
+        self.answers: dict[str, list[int]] = {}
         self.aborted: set[str] = set()
         self.turn = self.changed = 0
         self.seen: Any = None
         self.scheduler = _make_scheduler(model, job["options"])
         self.result.max_prompt_tokens = self.scheduler.max_req_input_len
         self.allocator = self.scheduler.token_to_kv_pool_allocator
-        self.check = _PageCheck(self.scheduler, self.result)
+        self.is_stock = "kv_compress" not in job["options"]
+        self.check = (lambda batch: None) if self.is_stock else _PageCheck(self.scheduler, self.result)
         self._connect()
 
     def serve(self) -> Result:
         with suppress(_Done):
             self.scheduler.run_event_loop()
-        if not self.result.stuck:
+        if not self.result.stuck and not self.is_stock:
             self._look_at_idle()
         return self.result
 
@@ -99,10 +101,17 @@ class _Run:
             ask = self.waiting.pop(0)
             self.sent.append(ask.rid)
             out.append(ask.rid)
-            arriving.append(_request(ask))
+            self.prompts[ask.rid] = (*self._said_before(ask), *ask.prompt)
+            arriving.append(_request(ask, self.prompts[ask.rid]))
         return arriving
 
+    def _said_before(self, ask: Ask) -> tuple[int, ...]:
+        before = ask.continues
+        return () if before is None else (*self.prompts[before], *self.answers[before])
+
     def _is_due(self, ask: Ask | Command) -> bool:
+        if isinstance(ask, Ask) and ask.continues is not None and ask.continues not in self.result.endings:
+            return False
         if ask.after is None:
             return True
         name, tokens = ask.after
@@ -164,6 +173,7 @@ class _Run:
     def _take(self, out: Any) -> None:
         if type(out).__name__ == "BatchTokenIDOutput":
             for i, rid in enumerate(out.rids):
+                self.answers.setdefault(rid, []).extend(out.output_ids[i])
                 if out.finished_reasons[i] is not None:
                     self._end(rid, out.finished_reasons[i], out.completion_tokens[i], out.cached_tokens[i])
         elif type(out).__name__ == "AbortReq":
@@ -277,8 +287,6 @@ def _make_scheduler(model: str, options: dict[str, Any]) -> Any:
         load_format="dummy",
         skip_tokenizer_init=True,
         device="cpu",
-        kv_compress="csa2",
-        csa2_pack_weights="none",  # the page check writes weights of its own
         mem_fraction_static=0.5,
         random_seed=1,
         log_level="warning",
@@ -291,7 +299,7 @@ def _make_scheduler(model: str, options: dict[str, Any]) -> Any:
     return Scheduler(record, server_args.PortArgs.init_new(record))
 
 
-def _request(ask: Ask) -> Any:
+def _request(ask: Ask, prompt: tuple[int, ...]) -> Any:
     from array import array
 
     from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
@@ -304,7 +312,7 @@ def _request(ask: Ask) -> Any:
     return TokenizedGenerateReqInput(
         rid=ask.rid,
         input_text=None,
-        input_ids=array("q", ask.prompt),
+        input_ids=array("q", prompt),
         input_embeds=None,
         mm_inputs=None,
         token_type_ids=None,

@@ -50,6 +50,8 @@ class Ask:
     custom_params: dict[str, Any] | None = None
     abort_after: int | None = None
     """Aborted when it has so many tokens; 0 at once."""
+    continues: str | None = None
+    """Sent when this other request has ended; its prompt and its answer come before `prompt`."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,7 @@ class SchedulerForks:
         in_flight: int = 1000,
         new_token_ratio: float = 0.7,
         commands: Sequence[Command] = (),
+        stock: bool = False,
         **options: Any,
     ) -> Result:
         """Serve `asks`, at most `in_flight` at a time, in an arena of so many plain pages.
@@ -124,9 +127,15 @@ class SchedulerForks:
         Args:
             new_token_ratio: share of a request's tokens to come that SGLang expects at first; small makes it retract.
             commands: what to do meanwhile.
+            stock: SGLang's own cache with pages of the same size, in the same bytes.
             options: further fields of `ServerArgs`.
         """
-        options = {"csa2_arena_size": plain_pages * PLAIN_PAGE_BYTES, "chunked_prefill_size": 256, **options}
+        if stock:
+            size: dict[str, Any] = {"max_total_tokens": plain_pages * PAGE, "page_size": PAGE}
+        else:
+            size = {"kv_compress": "csa2", "csa2_arena_size": plain_pages * PLAIN_PAGE_BYTES}
+            size["csa2_pack_weights"] = "none"  # the page check writes weights of its own
+        options = {**size, "chunked_prefill_size": 256, **options}
         env = {**STRICT, "SGLANG_INIT_NEW_TOKEN_RATIO": str(new_token_ratio)}
         job = {"asks": [asdict(ask) for ask in asks], "in_flight": in_flight, "options": options, "env": env}
         job["commands"] = [asdict(command) for command in commands]

@@ -34,6 +34,8 @@ def make_stats(**changes: Any) -> CacheStats:
         "evicted_tokens_total": 0,
         "prefix_hit_tokens_total": 12,
         "prompt_tokens_total": 100,
+        "turns_total": 3,
+        "prefix_hit_tokens_by_format": {"bf16": 12, "fp8": 0, "fp4": 0},
         "target_ratio": 1.0,
         "live_bytes": 512,
         "identity_basis_layers": [],

@@ -9,6 +9,7 @@ import pytest
 
 from csa2.stats import CacheStats
 from sglang_csa2 import decode_log
+from sglang_csa2.turns import TURN, Turn
 
 STATS = CacheStats(
     arena_bytes=46976205,
@@ -25,6 +26,8 @@ STATS = CacheStats(
     evicted_tokens_total=0,
     prefix_hit_tokens_total=12,
     prompt_tokens_total=100,
+    turns_total=3,
+    prefix_hit_tokens_by_format={"bf16": 12, "fp8": 0, "fp4": 0},
     target_ratio=1.0,
     live_bytes=512,
     identity_basis_layers=[],
@@ -36,12 +39,16 @@ STATS = CacheStats(
 class FakeMetrics:
     """Stands in for CacheMetrics."""
 
-    def __init__(self, labels: dict[str, Any], gauge_cls: Any, counter_cls: Any) -> None:
+    def __init__(self, labels: dict[str, Any], gauge_cls: Any, counter_cls: Any, histogram_cls: Any) -> None:
         self.labels = labels
         self.readings: list[CacheStats] = []
+        self.turns: list[Turn] = []
 
     def update(self, stats: CacheStats) -> None:
         self.readings.append(stats)
+
+    def observe(self, turns: list[Turn]) -> None:
+        self.turns += turns
 
 
 class FakeReporter:
@@ -60,14 +67,14 @@ class FakeReporter:
             self.log_stats()
         decode_log.after_report_decode_stats(None, self, False, running_batch=None)
 
-    def report_prefill_stats(self) -> None:
+    def report_prefill_stats(self, batch: Any = None) -> None:
         self.log_stats()
-        decode_log.after_report_metrics(None, self, batch=None)
+        decode_log.after_report_prefill_stats(None, self, batch=batch, prefill_stats=None)
 
     def idle_turn(self, due: bool) -> None:
         if due:
             self.log_stats()
-        decode_log.after_report_metrics(None, self)
+        decode_log.after_idle_metrics(None, self)
 
     def log_stats(self) -> None:
         if self.metrics_collector is not None:
@@ -158,9 +165,36 @@ def test_without_metrics_prefill_and_idle_read_nothing(reads: Reads) -> None:
     assert reads.count == 1
 
 
+TURNS = (Turn(1000, 896, {"bf16": 64, "fp8": 832}), Turn(600, 64, {"bf16": 64}), Turn(40, 0, {}))
+
+
+def batch_of(*turns: Turn | None) -> Any:
+    """A batch of requests, some of which started with it."""
+    return SimpleNamespace(reqs=[SimpleNamespace(**({} if turn is None else {TURN: turn})) for turn in turns])
+
+
+def test_turns_line() -> None:
+    assert decode_log.format_turns_line(list(TURNS)) == (
+        "csa2: #turn 3, prompt tokens 1640, cached tokens 960 (bf16 128, fp8 832), hit rate 58.5 %"
+    )
+    assert decode_log.format_turns_line([TURNS[2]]) == "csa2: #turn 1, prompt tokens 40, cached tokens 0, hit rate 0.0 %"
+
+
+def test_turns_are_reported_once_beside_the_prefill_line(reads: Reads, caplog: pytest.LogCaptureFixture) -> None:
+    reporter = FakeReporter(metrics_enabled=True)
+    metrics = start(reporter)
+    caplog.clear()
+    batch = batch_of(TURNS[0], None, TURNS[1])
+    for _ in range(3):  # chunks
+        reporter.report_prefill_stats(batch)
+    assert metrics.turns == [TURNS[0], TURNS[1]]
+    assert [record.message for record in caplog.records] == [decode_log.format_turns_line([TURNS[0], TURNS[1]])]
+
+
 def test_other_ranks_write_no_lines(reads: Reads, caplog: pytest.LogCaptureFixture) -> None:
     reporter = FakeReporter(metrics_enabled=False, is_stats_logging_rank=False)
     start(reporter)
+    reporter.report_prefill_stats(batch_of(TURNS[0]))
     for _ in range(8):
         reporter.report_decode_stats()
     assert caplog.records == []

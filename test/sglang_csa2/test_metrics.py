@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from csa2.stats import CacheStats
 from sglang_csa2.metrics import CacheMetrics
+from sglang_csa2.turns import Turn
 
 LABELS = {"model_name": "m", "engine_type": "unified", "tp_rank": 0}
 
@@ -31,6 +32,8 @@ def make_stats(**changes: Any) -> CacheStats:
         "evicted_tokens_total": 0,
         "prefix_hit_tokens_total": 0,
         "prompt_tokens_total": 0,
+        "turns_total": 0,
+        "prefix_hit_tokens_by_format": {"bf16": 0, "fp8": 0, "fp4": 0},
         "target_ratio": 1.0,
         "live_bytes": 512,
         "identity_basis_layers": [],
@@ -68,6 +71,10 @@ def test_first_reading_shows_every_series(registry: CollectorRegistry, metrics: 
         assert value(registry, "demotions_total", step=step) == 0
     for name in ("compactions_total", "evicted_tokens_total", "prefix_hit_tokens_total", "prompt_tokens_total"):
         assert value(registry, name) == 0
+    for page_format in ("bf16", "fp8", "fp4"):
+        assert value(registry, "prefix_hit_tokens_by_format_total", format=page_format) == 0
+    for name in ("turns_total", "turn_prompt_tokens_count", "turn_cached_tokens_count"):
+        assert value(registry, name) == 0
 
 
 def test_gauges_hold_the_last_reading(registry: CollectorRegistry, metrics: CacheMetrics) -> None:
@@ -84,6 +91,25 @@ def test_counters_follow_the_totals(registry: CollectorRegistry, metrics: CacheM
     assert value(registry, "prompt_tokens_total") == 100
     assert value(registry, "demotions_total", step="bf16->fp4") == 100
     assert value(registry, "demotions_total", step="bf16->fp8") == 0
+
+
+def test_hits_are_counted_by_format(registry: CollectorRegistry, metrics: CacheMetrics) -> None:
+    for tokens in (64, 64, 192):
+        metrics.update(make_stats(prefix_hit_tokens_by_format={"bf16": 64, "fp8": tokens, "fp4": 0}))
+    hits = [value(registry, "prefix_hit_tokens_by_format_total", format=name) for name in ("bf16", "fp8", "fp4")]
+    assert hits == [64, 192, 0]
+
+
+def test_turns_fill_the_histograms(registry: CollectorRegistry, metrics: CacheMetrics) -> None:
+    metrics.observe([Turn(70, 0, {}), Turn(1000, 960, {"fp8": 960})])
+    metrics.observe([Turn(64, 0, {})])
+    assert [value(registry, f"turn_{name}_tokens_sum") for name in ("prompt", "cached")] == [1134, 960]
+    assert [value(registry, "turn_prompt_tokens_bucket", le=le) for le in ("64.0", "128.0", "1024.0", "+Inf")] == [
+        1,
+        2,
+        3,
+        3,
+    ]
 
 
 def test_total_that_was_reset_counts_on(registry: CollectorRegistry, metrics: CacheMetrics) -> None:
