@@ -81,12 +81,18 @@ class RatioController:
         self.fixed = ratio
         self.changes_total = 0
         self._level = 0
+        self._highest = self._ceiling = round(math.log2(MAX_RATIO / MIN_RATIO) * self.steps_per_octave)
         self._tokens = 0
 
     @property
     def target(self) -> float:
         """Ratio of old private pages now."""
-        return self.fixed if self.fixed is not None else MIN_RATIO * 2 ** (self._level / self.steps_per_octave)
+        return self.fixed if self.fixed is not None else self._ratio(self._level)
+
+    @property
+    def ceiling(self) -> float:
+        """Largest target that memory alone may ask for now."""
+        return self._ratio(self._ceiling)
 
     @property
     def is_automatic(self) -> bool:
@@ -94,7 +100,8 @@ class RatioController:
         return self.fixed is None
 
     def fix(self, ratio: float | None) -> None:
-        """Set the target, or let it follow memory again from the step nearest to where it is."""
+        """Set the target, or let it follow memory again from the step nearest to where it is. Lifts the ceiling."""
+        self._ceiling = self._highest
         if ratio is None and self.fixed is not None:
             self._level = self._clamped(round(math.log2(self.fixed / MIN_RATIO) * self.steps_per_octave))
         self.fixed = ratio
@@ -116,5 +123,21 @@ class RatioController:
         self.changes_total += self._level != before
         return self._level - before
 
+    def back_off(self) -> bool:
+        """Go down to the next of the ratios 1, 2, 4 below the target and stay at or below it until `fix`.
+
+        Returns:
+            Whether there is one to go to, which a fixed target has not.
+        """
+        if not self.is_automatic or self._level == 0:
+            return False
+        self._ceiling = (self._level - 1) // self.steps_per_octave * self.steps_per_octave
+        self._level = self._ceiling
+        self.changes_total += 1
+        return True
+
+    def _ratio(self, level: int) -> float:
+        return MIN_RATIO * 2 ** (level / self.steps_per_octave)
+
     def _clamped(self, level: int) -> int:
-        return min(max(level, 0), round(math.log2(MAX_RATIO / MIN_RATIO) * self.steps_per_octave))
+        return min(max(level, 0), self._ceiling)

@@ -176,6 +176,11 @@ def _server_lines(server: Report) -> dict[str, object]:
             f"{server['prefix_hit_tokens_total']} of {server['prompt_tokens_total']} prompt tokens in "
             f"{server['turns_total']} turns"
         ),
+        "agreement guard": (
+            f"{server['guard_agreed_total']} of {server['guard_compared_total']} samples agree"
+            if server["guard_compared_total"]
+            else "no samples"
+        ),
         "identity basis layers": ", ".join(map(str, server["identity_basis_layers"])) or "none",
     }
 

@@ -29,6 +29,7 @@ ROPE_VARIANTS: tuple[str, ...] = get_args(RopeVariant)
 IMPLS: tuple[str, ...] = get_args(Impl)
 PACK_WEIGHTS: tuple[str, ...] = get_args(PackWeights)
 
+GUARD_MIN = 0.9
 SERVED_IMPLS = ("auto", "reference", "cpu")
 
 
@@ -47,6 +48,8 @@ class CacheOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     high_watermark: float = 0.8
     low_watermark: float = 0.6
     adjust_interval: int = 64
+    guard: float = 0.0
+    guard_min: float = GUARD_MIN
     documents: str | None = None
     calibration: str | None = None
     rope: RopeVariant = "rotated"
@@ -116,6 +119,7 @@ class CacheOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             if not 0 <= value <= 2**31 - 1:
                 raise OptionError(f"{name} {value} is out of range: give a number of tokens from 0 to 2147483647")
         self._validate_controller()
+        self._validate_guard()
         if self.warm_tokens < self.hot_tokens:
             raise OptionError(
                 f"--csa2-warm-tokens {self.warm_tokens} is smaller than --csa2-hot-tokens {self.hot_tokens}: the warm "
@@ -131,6 +135,16 @@ class CacheOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         if not 1 <= self.adjust_interval <= 2**31 - 1:
             raise OptionError(
                 f"--csa2-adjust-interval {self.adjust_interval} is out of range: give tokens from 1 to 2147483647"
+            )
+
+    def _validate_guard(self) -> None:
+        for name, value, example in (("--csa2-guard", self.guard, "0.001"), ("--csa2-guard-min", self.guard_min, "0.9")):
+            if not 0 <= value <= 1:
+                raise OptionError(f"{name} {value:g} is out of range: give a share from 0 to 1, for example {example}")
+        if self.guard == 0 and self.guard_min != GUARD_MIN:
+            raise OptionError(
+                f"--csa2-guard-min {self.guard_min:g} does nothing without --csa2-guard: add that option, for example "
+                f"--csa2-guard 0.001, or leave this one out"
             )
 
 

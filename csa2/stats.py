@@ -46,6 +46,18 @@ class CacheStats(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt tokens of these that were found in the cache."""
     prefix_hit_tokens_by_format: dict[str, int]
     """The same by the format that their pages had then."""
+    ratio_ceiling: float
+    """Largest `target_ratio` that memory alone may ask for; less than 8 after the agreement guard backed off."""
+    guard_compared_total: int
+    """Samples of the agreement guard since the start; 0 without `--csa2-guard`."""
+    guard_agreed_total: int
+    """Those that agreed."""
+    guard_skipped_total: int
+    """Samples left out because memory was short or somebody waited."""
+    guard_backoffs_total: int
+    """Windows of samples of which too few agreed."""
+    guard_agreement: float | None
+    """Share of the last 100 samples that agreed, of fewer in the beginning; None without any."""
     identity_basis_layers: list[int]
     """Layers with a surviving key bias, stored without the Hadamard basis."""
     weight_copy_bytes: int

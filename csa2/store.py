@@ -203,6 +203,11 @@ class PageStore:
         chosen = order[:take].sort().values
         return self._reencode(pages[chosen], target[chosen])
 
+    def disregard(self, num_pages: int) -> None:
+        """Take back that `num_pages` pages were mapped, for the age of all others: nobody asked for what they held."""
+        self.mapped_total -= num_pages
+        self.facts.turn.clamp_(max=self.mapped_total)
+
     @property
     def turnover(self) -> Turnover:
         """How far the cache has turned over."""

@@ -80,5 +80,12 @@ class TailRatio:
         if excess > 0:
             store.relieve(usage, excess, RELIEF_PAGES)
 
+    def back_off(self) -> bool:
+        """Lower the target to the next smaller ratio with a format of its own, for new old pages; whether there was one."""
+        lowered = self.controller.back_off()
+        if lowered:
+            self._apply()
+        return lowered
+
     def _apply(self) -> None:
         self._store.tail = mix_for(self.controller.target, self._store.ladder)

@@ -135,6 +135,20 @@ class Csa2ServerArgs(ServerArgs, kw_only=True, dict=True):  # type: ignore[call-
         int,
         Arg(help="Generated tokens, all requests together, between two looks of --csa2-ratio auto at the arena."),
     ] = _DEFAULTS.adjust_interval
+    csa2_guard: Annotated[
+        float,
+        Arg(
+            help="Share of the generated tokens that are predicted again over uncompressed pages, where memory allows it, "
+            "to see how often both predictions agree: each costs a prefill of its sequence. 0: none."
+        ),
+    ] = _DEFAULTS.guard
+    csa2_guard_min: Annotated[
+        float,
+        Arg(
+            help="Share of each 100 predictions of --csa2-guard that must agree. Below it --csa2-ratio auto goes down to "
+            "the next smaller of 4, 2 and 1, and no further up until POST /csa2/ratio."
+        ),
+    ] = _DEFAULTS.guard_min
     csa2_documents: Annotated[
         str | None,
         Arg(
@@ -225,6 +239,8 @@ def options_from(server_args: Any) -> CacheOptions:
         high_watermark=_number(server_args, "csa2_high_watermark"),
         low_watermark=_number(server_args, "csa2_low_watermark"),
         adjust_interval=_whole_number(server_args, "csa2_adjust_interval"),
+        guard=_number(server_args, "csa2_guard"),
+        guard_min=_number(server_args, "csa2_guard_min"),
         documents=_text_or_none(server_args.csa2_documents),
         calibration=_text_or_none(server_args.csa2_calibration),
         key_scale=cast(KeyScale, server_args.csa2_key_scale),
@@ -288,7 +304,7 @@ def _whole_number(server_args: Any, field: str) -> int:
 def _number(server_args: Any, field: str) -> float:
     value = getattr(server_args, field)
     if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-        raise OptionError(f"{flag_of(field)} {value!r} is not a number: give a share of the arena, for example 0.8")
+        raise OptionError(f"{flag_of(field)} {value!r} is not a number: give a share, for example 0.8")
     return float(value)
 
 

@@ -25,6 +25,7 @@ def format_stats_line(stats: CacheStats) -> str:
         f"demoted {sum(stats.demotions_total.values())}, "
         f"evicted tokens {stats.evicted_tokens_total}, "
         f"hit rate {_percent(stats.prefix_hit_tokens_total, stats.prompt_tokens_total):.1f} %"
+        f"{'' if stats.guard_agreement is None else f', agreement {100 * stats.guard_agreement:.0f} %'}"
     )
 
 

@@ -1,10 +1,10 @@
 """Pinned documents in the scheduler: encoded by a request of our own, then locked in the radix tree.
 
 Everything happens between two batches and follows from control messages and finished requests, which are the same on all
-ranks. The request is an ordinary one, so chunks, admission and the tree are SGLang's; only its output goes nowhere.
+ranks.
 
-UPSTREAM(sglang 0.5.23): AROUND hooks of `SchedulerOutputStreamer.stream_output`, `Scheduler.send_abort_output`,
-`Scheduler.flush_cache` and `SchedulerWeightUpdaterManager.flush_cache_after_weight_update`.
+UPSTREAM(sglang 0.5.23): AROUND hooks of `Scheduler.flush_cache` and
+`SchedulerWeightUpdaterManager.flush_cache_after_weight_update`.
 """
 
 import logging
@@ -20,6 +20,7 @@ from csa2.capacity import PinnedPages
 from csa2.documents import Document, DocumentBook, DocumentView, whole_pages
 from csa2.errors import DocumentConflictError, DocumentError, PageFormatError
 from csa2.store import PageStore
+from sglang_csa2 import own_requests
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +39,7 @@ class PinnedDocuments:
 
     def __init__(self, scheduler: Any, store: PageStore) -> None:
         self.book = DocumentBook()
-        self.submitting: Document | None = None
-        """Whose request is on its way into the queue."""
+        self._submitting: Document | None = None
         self.weights_change = False
         """A flush that comes now discards what old weights wrote."""
         self._scheduler, self._store = scheduler, store
@@ -109,6 +109,10 @@ class PinnedDocuments:
         return view
 
     # What the scheduler tells.
+
+    def queued(self, req: Any) -> None:
+        """Note what `req` encodes."""
+        setattr(req, DOCUMENT, self._submitting)
 
     def ended(self, req: Any) -> None:
         """Pin what `req` encoded, or note why it did not. Idempotent."""
@@ -181,11 +185,8 @@ class PinnedDocuments:
         """Queue a request that does nothing but prefill."""
         document.attempts += 1
         document.message = ""
-        self.submitting = document
-        try:
-            self._scheduler.handle_generate_request(_request(document))
-        finally:
-            self.submitting = None
+        self._submitting = document
+        own_requests.submit(self._scheduler, self, _rid(document), document.tokens, 0, document.extra_key)
 
     def _match(self, tokens: tuple[int, ...], extra_key: str | None) -> tuple[Tensor, Any]:
         """Pages of the radix tree that hold a beginning of `tokens`, and the node where they end."""
@@ -234,54 +235,19 @@ def _rid(document: Document) -> str:
     return f"csa2-document-{document.serial}-{document.attempts}-"
 
 
-def _request(document: Document) -> Any:
-    from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
-    from sglang.srt.sampling.sampling_params import SamplingParams
-
-    sampling = SamplingParams(max_new_tokens=0, temperature=0)
-    sampling.normalize(None)
-    return TokenizedGenerateReqInput(
-        rid=_rid(document),
-        input_text=None,
-        input_ids=array("q", document.tokens),
-        input_embeds=None,
-        mm_inputs=None,
-        token_type_ids=None,
-        sampling_params=sampling,
-        return_logprob=False,
-        logprob_start_len=-1,
-        top_logprobs_num=0,
-        token_ids_logprob=None,
-        stream=False,
-        extra_key=document.extra_key,
-    )
-
-
 def _documents_of(scheduler: Any) -> PinnedDocuments | None:
     steward = getattr(scheduler, "csa2_steward", None)
     return None if steward is None else steward.documents
 
 
-def around_stream_output(orig: Callable[..., Any], self: Any, reqs: list[Any], *args: Any, **kwargs: Any) -> Any:
-    """Keep the outputs of our own requests to ourselves: nobody waits for them."""
-    others = [req for req in reqs if not hasattr(req, DOCUMENT)]
-    return None if reqs and not others else orig(self, others if len(others) < len(reqs) else reqs, *args, **kwargs)
-
-
-def around_send_abort_output(
-    orig: Callable[..., Any], self: Any, abort_req: Any, req: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """Note that a request of our own was aborted while it waited."""
-    documents = _documents_of(self)
-    if documents is None or not hasattr(req, DOCUMENT):
-        return orig(self, abort_req, req)
-    documents.aborted(req, abort_req.finished_reason)
-    return None
-
-
 def around_flush_cache(orig: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Flush everything but documents; after new weights everything, and encode documents again."""
     documents = _documents_of(self)
+    guard = None if documents is None else self.csa2_steward.guard
+    if documents is not None and guard is not None:
+        guard.withdraw()
+        if documents.weights_change:
+            guard.restart()
     if documents is None or len(documents.book) == 0:
         return orig(self, *args, **kwargs)
     if documents.weights_change:

@@ -1,5 +1,6 @@
 """The statistics of the cache as Prometheus metrics, beside SGLang's own under /metrics."""
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,6 +18,8 @@ GAUGES = {
     "compression_ratio": "Bytes of the pages in use in bf16 over the bytes used; 1 when the cache is empty.",
     "target_ratio": "How much smaller than 4-bit pages old private pages are to be.",
     "live_bytes": "Bytes of the pages that are read now, that several requests have used, or that are pinned.",
+    "ratio_ceiling": "Largest target ratio that memory alone may ask for.",
+    "guard_agreement": "Share of the last samples of the agreement guard that agreed; NaN without any.",
     "metadata_fraction": "Share of scales and means in the bytes used.",
 }
 COUNTERS = {
@@ -24,6 +27,10 @@ COUNTERS = {
     "evicted_tokens_total": "Tokens dropped from the radix tree for memory.",
     "prefix_hit_tokens_total": "Prompt tokens found in the cache.",
     "prompt_tokens_total": "Prompt tokens of requests that started.",
+    "guard_compared_total": "Samples of the agreement guard.",
+    "guard_agreed_total": "Samples of the agreement guard that agreed.",
+    "guard_skipped_total": "Samples of the agreement guard left out for others.",
+    "guard_backoffs_total": "Windows of samples of which too few agreed.",
     "turns_total": "Requests that started, each counted once.",
 }
 """Keys of both are fields of CacheStats and names of metrics."""
@@ -81,7 +88,8 @@ class CacheMetrics:
         for histogram in (self._turn_prompt, self._turn_cached):
             histogram.labels(**self._labels)
         for name, metric in self._gauges.items():
-            metric.labels(**self._labels).set(getattr(stats, name))
+            value = getattr(stats, name)
+            metric.labels(**self._labels).set(math.nan if value is None else value)
         for page_format, num_pages in stats.pages.items():
             self._pages.labels(**self._labels, format=page_format).set(num_pages)
         for name, metric in self._counters.items():

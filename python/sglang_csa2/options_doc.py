@@ -81,6 +81,8 @@ def _values(name: str, inner: Any, argument: Arg) -> str:
     if not argument.choices:
         if inner is int:
             return "tokens"
+        if inner is float:
+            return "share"
         return "folder" if name in ("csa2_calibration", "csa2_documents") else "bytes"
     text = ", ".join(_code(choice) for choice in argument.choices)
     served = SERVED.get(name)

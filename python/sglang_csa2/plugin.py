@@ -157,7 +157,7 @@ def _make_radix_cache(context: Any) -> Any:
 
 
 def _scheduler_hooks() -> tuple[Hook, ...]:
-    from sglang_csa2 import cpu_lora, decode_log, documents, memory, request_options, scheduler
+    from sglang_csa2 import cpu_lora, decode_log, documents, memory, own_requests, request_options, scheduler
 
     of_scheduler = f"{SCHEDULER_MODULE}.Scheduler."
     of_parts = "sglang.srt.managers.scheduler_components."
@@ -168,14 +168,16 @@ def _scheduler_hooks() -> tuple[Hook, ...]:
         Hook(f"{of_scheduler}_add_request_to_queue", request_options.before_add_request_to_queue, "BEFORE"),
         Hook(f"{of_scheduler}run_batch", scheduler.before_run_batch, "BEFORE"),
         Hook(f"{of_scheduler}process_batch_result", scheduler.around_process_batch_result, "AROUND"),
-        Hook(f"{of_scheduler}send_abort_output", documents.around_send_abort_output, "AROUND"),
+        Hook(f"{of_scheduler}send_abort_output", own_requests.around_send_abort_output, "AROUND"),
         Hook(f"{of_scheduler}flush_cache", documents.around_flush_cache, "AROUND"),
         Hook(
             f"{of_parts}weight_updater.SchedulerWeightUpdaterManager.flush_cache_after_weight_update",
             documents.around_flush_after_weights,
             "AROUND",
         ),
-        Hook(f"{of_parts}output_streamer.SchedulerOutputStreamer.stream_output", documents.around_stream_output, "AROUND"),
+        Hook(
+            f"{of_parts}output_streamer.SchedulerOutputStreamer.stream_output", own_requests.around_stream_output, "AROUND"
+        ),
         Hook(f"{of_platform}get_kv_pool_cls", memory.around_get_kv_pool_cls, "AROUND"),
         Hook(f"{of_platform}get_paged_allocator_cls", memory.around_get_paged_allocator_cls, "AROUND"),
         Hook(

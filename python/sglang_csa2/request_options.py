@@ -10,7 +10,7 @@ from csa2.controller import MAX_RATIO, MIN_RATIO, rungs
 from csa2.errors import OptionError
 from csa2.facts import NO_CAP
 from csa2.formats import FormatLadder
-from sglang_csa2.documents import DOCUMENT
+from sglang_csa2 import own_requests
 
 PREFIX = "csa2_"
 RATIO = "csa2_ratio"
@@ -70,10 +70,13 @@ def cap_of(ratio: float, ladder: FormatLadder) -> int:
 def before_add_request_to_queue(self: Any, req: Any, *args: Any, **kwargs: Any) -> None:
     """Take the options of a request; one that makes no sense ends with status 400."""
     steward = getattr(self, "csa2_steward", None)
-    if steward is None or hasattr(req, CAP):
+    if steward is None:
         return
-    if steward.documents.submitting is not None:
-        setattr(req, DOCUMENT, steward.documents.submitting)
+    if own_requests.owner_of(self) is None and steward.guard is not None:
+        steward.guard.give_way()
+    if hasattr(req, CAP):
+        return
+    own_requests.before_queue(self, req)
     cap = NO_CAP
     try:
         options = check_params(req.sampling_params.custom_params)

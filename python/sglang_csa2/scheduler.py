@@ -19,6 +19,8 @@ from csa2.store import PageStore
 from csa2.tail_ratio import TailRatio
 from sglang_csa2.budget import BytePrefillAdder
 from sglang_csa2.documents import DOCUMENT, PinnedDocuments
+from sglang_csa2.guard import AgreementGuard, is_reference
+from sglang_csa2.own_requests import owner_of
 from sglang_csa2.pool import store_of
 from sglang_csa2.ranks import check_page_tables, checks_ranks
 from sglang_csa2.request_options import CAP, STATIC
@@ -64,6 +66,7 @@ class CacheSteward:
         self.turns = TurnTotals(self.store.ladder.names, self.store.page_size)
         self.documents = PinnedDocuments(scheduler, self.store)
         self.ratio = TailRatio(self.store, options, self.usage)
+        self.guard = AgreementGuard(scheduler, self) if options.guard else None
         self._next_scan = COLD_SCAN_INTERVAL
         self.checks_ranks = checks_ranks()
         scheduler.token_to_kv_pool_allocator.usage = self.usage
@@ -98,7 +101,7 @@ class CacheSteward:
             slots = self.req_to_token[req.kv.req_pool_idx, : prefix : self.store.page_size]
             pages = slots.long() // self.store.page_size
             self.store.share(pages)
-            if not hasattr(req, DOCUMENT):
+            if owner_of(req) is None:
                 self.turns.note(req, self.store.arena.formats[pages])
 
     def leaving_pages(self, batch: Any) -> LeavingPages:
@@ -107,7 +110,9 @@ class CacheSteward:
         Before, because a request that finishes in this batch gives up its row of the request table; its pages stay in the
         tree.
         """
-        held = [req for req in batch.reqs if req.kv is not None and req.kv.req_pool_idx is not None]
+        held = [
+            req for req in batch.reqs if req.kv is not None and req.kv.req_pool_idx is not None and not is_reference(req)
+        ]
         is_decode = batch.forward_mode.is_decode()
         if not is_decode:
             self._note_static(held)
@@ -181,7 +186,11 @@ class CacheSteward:
         found = {id(req): req for batch in batches if batch is not None for req in batch.reqs}
         if scheduler.chunked_req is not None:
             found[id(scheduler.chunked_req)] = scheduler.chunked_req
-        return [r for r in found.values() if r.kv is not None and r.kv.req_pool_idx is not None and not r.finished()]
+        return [
+            r
+            for r in found.values()
+            if r.kv is not None and r.kv.req_pool_idx is not None and not r.finished() and not is_reference(r)
+        ]
 
 
 def after_scheduler_init(result: Any, self: Any, *args: Any, **kwargs: Any) -> None:
@@ -248,21 +257,28 @@ def before_run_batch(self: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
     steward = getattr(self, "csa2_steward", None)
     if steward is not None and batch.forward_mode.is_extend():
         steward.note_admissions(batch)
+        if steward.guard is not None:
+            steward.guard.before_run(batch)
 
 
-def around_process_batch_result(orig: Callable[..., Any], self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+def around_process_batch_result(orig: Callable[..., Any], self: Any, batch: Any, result: Any) -> Any:
     """Seal what left the hot windows in this batch."""
     steward = getattr(self, "csa2_steward", None)
     if steward is None or batch.forward_mode.is_idle():
-        return orig(self, batch, *args, **kwargs)
+        return orig(self, batch, result)
     pages = steward.leaving_pages(batch)
-    result = orig(self, batch, *args, **kwargs)
+    if steward.guard is not None:
+        steward.guard.before_result(batch, result)
+    answer = orig(self, batch, result)
     for req in batch.reqs:
-        if hasattr(req, DOCUMENT) and req.finished():
-            steward.documents.ended(req)
+        owner = owner_of(req)
+        if owner is not None and req.finished():
+            owner.ended(req)
     steward.seal(pages)
+    if steward.guard is not None:
+        steward.guard.after_result()
     if batch.forward_mode.is_decode():
         steward.ratio.after_tokens(len(batch.reqs))
     if steward.checks_ranks:
         check_page_tables(steward.store)
-    return result
+    return answer

@@ -15,6 +15,7 @@ def read_stats(scheduler: Any) -> CacheStats:
     """What the cache of `scheduler` holds now. Call between two batches."""
     store = store_of(scheduler)
     steward = scheduler.csa2_steward
+    guard = steward.guard
     arena, ladder = store.arena, store.ladder
     counts = dict(zip(ladder.names, arena.counts, strict=True))
     used = sum(n * size for n, size in zip(arena.counts, ladder.page_bytes, strict=True))
@@ -41,6 +42,12 @@ def read_stats(scheduler: Any) -> CacheStats:
         prompt_tokens_total=steward.turns.prompt_tokens,
         prefix_hit_tokens_total=steward.turns.cached_tokens,
         prefix_hit_tokens_by_format=dict(steward.turns.cached_by_format),
+        ratio_ceiling=steward.ratio.controller.ceiling,
+        guard_compared_total=0 if guard is None else guard.window.compared_total,
+        guard_agreed_total=0 if guard is None else guard.window.agreed_total,
+        guard_skipped_total=0 if guard is None else guard.skipped_total,
+        guard_backoffs_total=0 if guard is None else guard.backoffs_total,
+        guard_agreement=None if guard is None else guard.window.agreement,
         identity_basis_layers=list(ladder.geometry.identity_layers),
         weight_copy_bytes=copied_bytes(scheduler.tp_worker.model_runner.model),
         options={**options, "impl": implementation.name, "impl_detail": implementation.detail},

@@ -109,12 +109,9 @@ PARAMETERS = {
         "managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter.report_prefill_stats": ("self", "batch"),
     },
     "documents": {
-        "managers.scheduler.Scheduler.handle_generate_request": ("self", "recv_req"),
         "managers.scheduler.Scheduler.abort_request": ("self", "recv_req"),
-        "managers.scheduler.Scheduler.send_abort_output": ("self", "abort_req", "req"),
         "managers.scheduler.Scheduler.flush_cache": ("self",),
         "managers.scheduler.Scheduler.is_fully_idle": ("self", "ignore_waiting"),
-        "managers.scheduler_components.output_streamer.SchedulerOutputStreamer.stream_output": ("self", "reqs"),
         "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.flush_cache_after_weight_update": (
             "self",
             "recv_req",
@@ -123,6 +120,18 @@ PARAMETERS = {
         "mem_cache.unified_radix_cache.UnifiedRadixCache.lock": ("self", "node_id"),
         "mem_cache.unified_radix_cache.UnifiedRadixCache.unlock": ("self", "lock"),
         "mem_cache.unified_radix_cache.UnifiedRadixCache.path_device_indices": ("self", "node"),
+    },
+    "own_requests": {
+        "managers.scheduler.Scheduler.handle_generate_request": ("self", "recv_req"),
+        "managers.scheduler.Scheduler.send_abort_output": ("self", "abort_req", "req"),
+        "managers.scheduler_components.output_streamer.SchedulerOutputStreamer.stream_output": ("self", "reqs"),
+    },
+    "guard": {
+        "managers.scheduler.Scheduler.abort_request": ("self", "recv_req"),
+        "managers.scheduler.Scheduler.collect_inflight_reqs": ("self",),
+        "managers.scheduler.Scheduler.process_batch_result": ("self", "batch", "result"),
+        "managers.scheduler.Scheduler.process_pending_chunked_abort": ("self",),
+        "managers.schedule_batch.ScheduleBatch.filter_batch": ("self",),
     },
     "document_tokens": {
         "entrypoints.openai.serving_tokenize.OpenAIServingTokenize._tokenize_chat_request": ("self", "request"),
@@ -181,6 +190,22 @@ ATTRIBUTES = {
         "managers.schedule_batch.Req": ("finished_reason", "rid"),
         "managers.io_struct.AbortReq": ("finished_reason", "rid"),
         "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager": ("scheduler",),
+    },
+    "guard": {
+        "managers.scheduler.Scheduler": (
+            "chunked_req", "enable_overlap", "last_batch", "max_req_input_len", "max_running_requests", "result_queue",
+            "running_batch", "waiting_queue",
+        ),
+        "managers.schedule_batch.Req": (
+            "custom_logit_processor", "finished", "grammar", "inflight_middle_chunks", "input_embeds",
+            "is_retracted", "lora_id", "multimodal_inputs", "output_ids", "positional_embed_overrides", "rid",
+            "skip_radix_cache_insert", "to_finish",
+        ),
+        "layers.logits_processor.LogitsProcessorOutput": ("next_token_logits",),
+        "managers.utils.GenerationBatchResult": ("logits_output",),
+        "sampling.sampling_params.SamplingParams": (
+            "frequency_penalty", "logit_bias", "min_new_tokens", "presence_penalty", "repetition_penalty",
+        ),
     },
     "document_tokens": {"entrypoints.openai.protocol.TokenizeRequest": ("add_generation_prompt", "messages")},
     "document_client": {

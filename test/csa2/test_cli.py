@@ -37,6 +37,12 @@ STATS = CacheStats(
     target_ratio=1.0,
     live_bytes=512,
     identity_basis_layers=[0, 7],
+    ratio_ceiling=8.0,
+    guard_compared_total=0,
+    guard_agreed_total=0,
+    guard_skipped_total=0,
+    guard_backoffs_total=0,
+    guard_agreement=None,
     weight_copy_bytes=0,
     options={"ratio": "1", "arena_size": None, "hot_tokens": 128},
 )

@@ -78,6 +78,36 @@ def test_a_fixed_target_does_not_follow_memory():
     assert controller.target == 8
 
 
+def test_it_backs_off_to_the_rung_below_and_stays_there_until_it_is_set():
+    controller = RatioController(0.8, 0.6, 64, ratio=8)
+    assert (controller.back_off(), controller.target) == (False, 8), "a fixed target is somebody's choice"
+    controller.fix(None)
+    targets = []
+    for _ in range(4):
+        assert controller.look(1.0) == 0, "at its ceiling"
+        backed_off = controller.back_off()
+        targets.append((backed_off, controller.target, controller.ceiling))
+    assert targets == [(True, 4, 4), (True, 2, 2), (True, 1, 1), (False, 1, 1)]
+    controller.fix(None)
+    assert (controller.look(1.0), controller.ceiling) == (1, MAX_RATIO)
+
+
+@fixed
+@given(watermarks, st.lists(st.one_of(st.floats(0, 2), st.none()), max_size=60))
+def test_after_backing_off_memory_never_asks_for_more_than_the_ceiling(marks, steps):
+    """None stands for backing off."""
+    controller = RatioController(*marks, 64)
+    for use in steps:
+        before = controller.target
+        if use is None:
+            assert controller.back_off() == (before > MIN_RATIO)
+            assert controller.target < before or before == MIN_RATIO
+            assert controller.target in (1, 2, 4)
+        else:
+            controller.look(use)
+        assert MIN_RATIO <= controller.target <= controller.ceiling <= MAX_RATIO
+
+
 def whole_ladder() -> FormatLadder:
     """With every rung there is."""
     from dataclasses import replace

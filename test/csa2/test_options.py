@@ -189,3 +189,14 @@ def test_the_record_survives_json_and_refuses_unknown_fields():
         msgspec.convert({"hot_token": 64}, CacheOptions)
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert({"ratio": "3"}, CacheOptions)
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.1, 1000, math.inf])
+def test_shares_of_the_guard_are_shares(share):
+    assert refusal(guard=share).startswith(f"--csa2-guard {share:g} is out of range")
+    assert refusal(guard=0.1, guard_min=share).startswith(f"--csa2-guard-min {share:g} is out of range")
+
+
+def test_the_least_agreement_of_no_guard_is_refused():
+    CacheOptions(guard=0.001, guard_min=0.5).validate()
+    assert "does nothing without --csa2-guard" in refusal(guard_min=0.5)

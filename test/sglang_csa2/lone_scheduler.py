@@ -41,15 +41,23 @@ class _Run:
         """Commands that wait for a document: name -> id."""
         self.sent: list[str] = []
         self.prompts: dict[str, tuple[int, ...]] = {}
-        self.answers: dict[str, list[int]] = {}
+        self.answers = self.result.answers
+        self.due_since: int | None = None
+        """Turn at which the next command became due."""
         self.aborted: set[str] = set()
         self.turn = self.changed = 0
         self.seen: Any = None
+        if job["window"] is not None:
+            from csa2 import agreement
+
+            agreement.WINDOW_SAMPLES = job["window"]
         self.scheduler = _make_scheduler(model, job["options"])
         self.result.max_prompt_tokens = self.scheduler.max_req_input_len
         self.allocator = self.scheduler.token_to_kv_pool_allocator
         self.is_stock = "kv_compress" not in job["options"]
         self.check = (lambda batch: None) if self.is_stock else _PageCheck(self.scheduler, self.result)
+        if job["attention"] is not None:
+            _let_attention_decide(self.scheduler, job["attention"])
         self._connect()
 
     def serve(self) -> Result:
@@ -126,11 +134,17 @@ class _Run:
                 del self.encoding[name]
         if not self.commands or not self._is_due(self.commands[0]):
             return
+        self.due_since = self.turn if self.due_since is None else self.due_since
+        if self.turn - self.due_since < self.commands[0].turns:
+            return
         if self.commands[0].op in ("flush", "new weights") and not self.scheduler.is_fully_idle():
             return
-        command = self.commands.pop(0)
-        if command.op == "flush":
-            reply: Any = (200, self.scheduler.flush_cache())
+        command, self.due_since = self.commands.pop(0), None
+        if command.op == "corrupt":
+            self.check = lambda batch: None
+            reply: Any = (200, _corrupt(self.allocator.store.arena))
+        elif command.op in ("flush", "flush now"):
+            reply = (200, self.scheduler.flush_cache())
         elif command.op == "abort all":
             from sglang.srt.managers.io_struct import AbortReq
 
@@ -197,6 +211,7 @@ class _Run:
         assert not faults, faults
         self.result.stats = msgspec.to_builtins(read_stats(self.scheduler))
         self.result.tree_tokens = tree.evictable_size()
+        self.result.hits, self.result.mapped_total = int(store.facts.hits.sum()), store.mapped_total
         pinned = store.pinned.total
         assert (tree.protected_size(), store.open_pages) == (pinned * PAGE, 0)
         assert store.mapped_pages * PAGE == self.result.tree_tokens + pinned * PAGE
@@ -271,6 +286,28 @@ class _PageCheck:
             return (torch.cdist(got[0], wanted[0]) / wanted[0].norm(dim=-1)[:, None]).amin(-1).amax(-1)
         error = (got - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp(min=1e-9)
         return error.amax(0).masked_fill(torch.arange(PAGE) >= tokens[:, None], 0).amax(-1)
+
+
+def _let_attention_decide(scheduler: Any, scale: float) -> None:
+    """Give the output of attention a weight beside the token itself, so that predictions depend on what pages hold."""
+    import torch
+
+    weight = scheduler.tp_worker.model_runner.model.model.layers[0].self_attn.o_proj.weight
+    with torch.no_grad():
+        weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)) * scale)
+
+
+def _corrupt(arena: Any) -> int:
+    """Give the compressed pages of each format the bytes of one another; how many."""
+    import torch
+
+    count = 0
+    for index in range(1, len(arena.counts)):
+        pages = torch.nonzero(arena.formats == index).squeeze(-1)
+        if pages.numel() > 1:
+            arena.write_pages(index, pages, arena.read_pages(index, pages).roll(pages.numel() // 2, 0).clone())
+            count += pages.numel()
+    return count
 
 
 def _make_scheduler(model: str, options: dict[str, Any]) -> Any:

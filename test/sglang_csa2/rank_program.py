@@ -47,6 +47,7 @@ class _Rank:
         with suppress(_Done):
             self.scheduler.run_event_loop()
         faults = self.scheduler.token_to_kv_pool_allocator.verify_byte_accounting()
+        guard = self.scheduler.csa2_steward.guard
         return {
             "texts": self.texts,
             "formats": sorted(self.formats),
@@ -58,6 +59,7 @@ class _Rank:
             "demotions": sum(self.store.demotions_total.values()),
             "evicted": self.scheduler.tree_cache.evicted_tokens_total,
             "checked": self.scheduler.csa2_steward.checks_ranks,
+            "guard": [guard.window.compared_total, guard.window.agreed_total, guard.skipped_total],
             "faults": faults,
         }
 

@@ -56,13 +56,18 @@ class Ask:
 
 @dataclass(frozen=True)
 class Command:
-    """One control operation, or "flush", "new weights", "abort all"."""
+    """One control operation, or "flush", "new weights", "abort all", "corrupt", "flush now".
+
+    "corrupt" gives compressed pages each other's bytes. "flush now" does not wait until the scheduler is idle.
+    """
 
     name: str
     op: str
     payload: dict[str, Any] = field(default_factory=dict)
     after: tuple[str, int] | None = None
     """Sent when this request has so many tokens, or this command is answered; a document is when it is encoded."""
+    turns: int = 0
+    """Turns of the loop that it waits beyond that."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,12 @@ class Result:
     """Prompts of so many tokens and more are refused."""
     stats: dict[str, Any] = field(default_factory=dict)
     """At the end, before a flush."""
+    answers: dict[str, list[int]] = field(default_factory=dict)
+    """Tokens of each answer."""
+    hits: int = 0
+    """Sum over all pages at the end."""
+    mapped_total: int = 0
+    """Pages mapped since the start, as their age is counted."""
     tree_tokens: int = 0
     most_running: int = 0
     retracted: int = 0
@@ -120,6 +131,8 @@ class SchedulerForks:
         new_token_ratio: float = 0.7,
         commands: Sequence[Command] = (),
         stock: bool = False,
+        attention: float | None = None,
+        window: int | None = None,
         **options: Any,
     ) -> Result:
         """Serve `asks`, at most `in_flight` at a time, in an arena of so many plain pages.
@@ -127,6 +140,8 @@ class SchedulerForks:
         Args:
             new_token_ratio: share of a request's tokens to come that SGLang expects at first; small makes it retract.
             commands: what to do meanwhile.
+            attention: weights of the output of attention; left out, what it adds decides nothing.
+            window: samples of the agreement guard in one judgement.
             stock: SGLang's own cache with pages of the same size, in the same bytes.
             options: further fields of `ServerArgs`.
         """
@@ -138,6 +153,7 @@ class SchedulerForks:
         options = {**size, "chunked_prefill_size": 256, **options}
         env = {**STRICT, "SGLANG_INIT_NEW_TOKEN_RATIO": str(new_token_ratio)}
         job = {"asks": [asdict(ask) for ask in asks], "in_flight": in_flight, "options": options, "env": env}
+        job |= {"attention": attention, "window": window}
         job["commands"] = [asdict(command) for command in commands]
         assert self._process.stdin is not None
         assert self._process.stdout is not None

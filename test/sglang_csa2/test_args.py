@@ -34,6 +34,8 @@ ALL_OPTIONS = {
     "csa2_high_watermark": 0.9,
     "csa2_low_watermark": 0.5,
     "csa2_adjust_interval": 32,
+    "csa2_guard": 0.001,
+    "csa2_guard_min": 0.8,
     "csa2_documents": "documents",
     "csa2_calibration": "calibration",
     "csa2_rope": "separated",

@@ -5,6 +5,7 @@ import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from csa2.stats import CacheStats
@@ -31,6 +32,12 @@ STATS = CacheStats(
     target_ratio=1.0,
     live_bytes=512,
     identity_basis_layers=[],
+    ratio_ceiling=8.0,
+    guard_compared_total=0,
+    guard_agreed_total=0,
+    guard_skipped_total=0,
+    guard_backoffs_total=0,
+    guard_agreement=None,
     weight_copy_bytes=0,
     options={},
 )
@@ -114,6 +121,11 @@ def test_stats_line() -> None:
         "csa2: #page bf16 3, fp8 0, fp4 44, arena 12.3 MiB of 44.8 MiB (27 %), ratio 3.05x, "
         "demoted 44, evicted tokens 0, hit rate 12.0 %"
     )
+
+
+def test_stats_line_with_a_guard() -> None:
+    line = decode_log.format_stats_line(msgspec.structs.replace(STATS, guard_agreement=0.98))
+    assert line == decode_log.format_stats_line(STATS) + ", agreement 98 %"
 
 
 def test_start_line() -> None:

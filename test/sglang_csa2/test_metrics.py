@@ -1,5 +1,6 @@
 """Prometheus metrics of the cache. Needs no SGLang."""
 
+import math
 import os
 import subprocess
 import sys
@@ -37,6 +38,12 @@ def make_stats(**changes: Any) -> CacheStats:
         "target_ratio": 1.0,
         "live_bytes": 512,
         "identity_basis_layers": [],
+        "ratio_ceiling": 8.0,
+        "guard_compared_total": 0,
+        "guard_agreed_total": 0,
+        "guard_skipped_total": 0,
+        "guard_backoffs_total": 0,
+        "guard_agreement": None,
         "weight_copy_bytes": 0,
         "options": {},
     }
@@ -146,3 +153,11 @@ def test_another_process_scrapes_them(tmp_path: Path) -> None:
     assert f"sglang:csa2_prompt_tokens_total{{{labels}}} 9.0" in text
     assert f"sglang:csa2_used_bytes{{{labels}}} 5.0" in text
     assert 'step="bf16->fp4"' in text
+
+
+def test_agreement_without_samples_is_not_a_number(registry: CollectorRegistry, metrics: CacheMetrics) -> None:
+    metrics.update(make_stats())
+    assert math.isnan(value(registry, "guard_agreement") or 0)
+    metrics.update(make_stats(guard_agreement=0.97, guard_compared_total=100, guard_agreed_total=97))
+    assert value(registry, "guard_agreement") == 0.97
+    assert [value(registry, f"guard_{name}_total") for name in ("compared", "agreed", "skipped")] == [100, 97, 0]

@@ -11,6 +11,7 @@ from csa2.errors import OptionError
 from csa2.facts import NO_CAP
 from csa2.formats import make_ladder
 from sgl_kernels.page_layout import PageGeometry
+from sglang_csa2 import own_requests
 from sglang_csa2.request_options import CAP, STATIC, RequestOptions, before_add_request_to_queue, cap_of, check_params
 
 LADDER = make_ladder(PageGeometry(1, 1, 64, 64, torch.bfloat16), "fp4")
@@ -60,12 +61,13 @@ class FakeRequest:
         self.aborted.append(message)
 
 
-NO_DOCUMENTS = SimpleNamespace(submitting=None)
+def scheduler_with(guard: Any = None) -> Any:
+    return SimpleNamespace(csa2_steward=SimpleNamespace(store=SimpleNamespace(ladder=LADDER), guard=guard))
 
 
 def queued(params: Any) -> FakeRequest:
     request = FakeRequest(params)
-    scheduler = SimpleNamespace(csa2_steward=SimpleNamespace(store=SimpleNamespace(ladder=LADDER), documents=NO_DOCUMENTS))
+    scheduler = scheduler_with()
     before_add_request_to_queue(scheduler, request)
     before_add_request_to_queue(scheduler, request)  # after a retraction
     return request
@@ -87,3 +89,29 @@ def test_without_csa2_nothing_is_looked_at() -> None:
     request = FakeRequest({"csa2_ratio": "many"})
     before_add_request_to_queue(SimpleNamespace(), request)
     assert request.aborted == []
+
+
+def test_the_guard_gives_way_to_clients_and_not_to_requests_of_our_own() -> None:
+    given: list[str] = []
+    scheduler = scheduler_with(SimpleNamespace(give_way=lambda: given.append("way")))
+
+    class Owner:
+        def queued(self, req: Any) -> None:
+            given.append("queued")
+
+    def queue() -> FakeRequest:
+        request = FakeRequest(None)
+        before_add_request_to_queue(scheduler, request)
+        return request
+
+    client = queue()
+    assert (given, own_requests.owner_of(client)) == (["way"], None)
+    owner: Any = Owner()
+    made: list[Any] = []
+    scheduler.handle_generate_request = lambda _: made.append(queue())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(own_requests, "_request", lambda *_: None)
+        own_requests.submit(scheduler, owner, "rid", [1], 1, None)
+    assert (given, own_requests.owner_of(made[0])) == (["way", "queued"], owner)
+    queue()
+    assert given == ["way", "queued", "way"]

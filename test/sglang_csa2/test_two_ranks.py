@@ -20,7 +20,7 @@ PROGRAM = Path(__file__).with_name("rank_program.py")
 CAPITALS = {"Germany": "Berlin", "Italy": "Rome", "Japan": "Tokyo"}
 """What the demo model knows."""
 ARENA_BYTES = 24 * 2**20
-"""25 plain pages of a rank: 1600 tokens. The requests below hold 4200."""
+"""25 plain pages of a rank: 1600 tokens. The requests below hold 5000."""
 STRICT = {"SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
 CORES = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "OMP_NUM_THREADS": "1"}
 TIMEOUT_S = 600
@@ -37,15 +37,16 @@ def tokenizer(demo_model):
 
 
 def asks(tokenizer):
-    """(turn of the loop, prompt, tokens to answer): known answers, then a shared prefix and strangers, then hits."""
+    """(turn of the loop, prompt, tokens to answer): known answers, then a shared prefix and strangers, then hits, then one
+    that the agreement guard can follow."""
     from pydoc_data.topics import topics
 
     text = tokenizer("\n\n".join(topics[name] for name in sorted(topics))[:40000])["input_ids"]
     start = "The capital of France is Paris. The capital of Greece is Athens. The capital of"
     known = [tokenizer(f"{start} {country} is")["input_ids"] for country in CAPITALS]
     sharing = [text[:300] + text[1000 * i : 1000 * i + 200] for i in (1, 2, 3)]
-    strangers = [text[500 * i : 500 * i + 400] for i in range(9, 13)]
-    turns = ((1, known, 8), (20, sharing, 20), (30, strangers, 20), (150, sharing, 20))
+    strangers = [text[500 * i : 500 * i + 300] for i in range(9, 17)]
+    turns = ((1, known, 8), (20, sharing, 20), (30, strangers, 20), (150, sharing, 20), (260, [text[9000:9140]], 40))
     return [(turn, prompt, length) for turn, prompts, length in turns for prompt in prompts]
 
 
@@ -59,6 +60,8 @@ def two(model, tokenizer, tmp_path_factory):
     options = {
         **{"tp_size": 2, "nccl_port": port, "chunked_prefill_size": 256},
         **{"csa2_arena_size": str(ARENA_BYTES), "csa2_ratio": "4", "csa2_warm_tokens": 128},
+        # Pages leave the hot window at once: those of a reference, which are few in this arena, too.
+        **{"csa2_guard": 1.0, "csa2_hot_tokens": 0},
     }
     processes, logs = [], [folder / f"log{rank}" for rank in range(2)]
     try:
@@ -93,6 +96,13 @@ def test_ranks_have_the_same_page_table(two):
     assert two[0]["demotions"] > 0
     assert two[0]["formats"] == ["bf16", "csa2-4x", "fp4", "fp8"]
     assert [result["faults"] for result in two] == [[], []]
+
+
+def test_ranks_have_the_same_samples(two):
+    assert two[0]["guard"] == two[1]["guard"]
+    compared, agreed, skipped = two[0]["guard"]
+    assert 0 < agreed <= compared
+    assert skipped > 0
 
 
 def test_they_say_what_the_model_says(two, tokenizer):
