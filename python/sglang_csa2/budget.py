@@ -23,6 +23,10 @@ WRITTEN_PAGES = 2
 """Plain places kept beside the open pages: for the next page of a request that has just filled one, and for the next chunk
 of a prompt. Without them a prompt could take the last slab, stop, and leave nothing for the requests it waits for."""
 
+GENTLE_SHARE = 1 / 8
+"""Part of the arena that the tokens of one pass may take from cached pages. What needs more is prefilled in smaller chunks:
+written plain at once, many prompts would push out what they and others come back for, though all of it fits compressed."""
+
 
 def request_overhead_pages(store: PageStore) -> int:
     """Smallest-format pages that the open page and the protected pages of a request cost beyond those that SGLang charges
@@ -57,9 +61,16 @@ class ByteBudget(PrefillBudget):
     @property
     def remaining_current(self) -> int:
         """Tokens that can be written in this pass, at the price of plain pages."""
-        open_pages, guarded, sealed = self._kept_pages()
-        room = self.store.arena.plan.plain_room(sealed, guarded) - open_pages
-        return int(min(room * self.page_size, self._available_and_evictable()) - self.current_offset)
+        return self._written_tokens(*self._kept_pages())
+
+    @property
+    def gentle_current(self) -> int:
+        """The same as far as demotion alone makes room, or up to `GENTLE_SHARE` of the arena if that is more."""
+        plan = self.store.arena.plan
+        least = int(plan.num_slabs * plan.pages_per_slab[PLAIN] * GENTLE_SHARE) * self.page_size - self.current_offset
+        open_pages, guarded = self.store.open_pages, self.store.guarded_pages
+        gentle = self._written_tokens(open_pages, guarded, self.store.mapped_pages - open_pages - guarded)
+        return int(min(self.remaining_current, max(least, gentle)))
 
     def check_prefill(
         self,
@@ -124,6 +135,11 @@ class ByteBudget(PrefillBudget):
         self.total_offset = max(self.total_offset, before + self._promised_tokens)
         self._promised_tokens = 0
 
+    def _written_tokens(self, open_pages: int, guarded: int, sealed: int) -> int:
+        """Tokens that can be written in this pass beside pages that stay."""
+        room = self.store.arena.plan.plain_room(sealed, guarded) - open_pages
+        return int(min(room * self.page_size, self._available_and_evictable()) - self.current_offset)
+
     def _kept_pages(self) -> tuple[int, int, int]:
         """Mapped pages that eviction cannot free: being written, guarded (at most), and all others."""
         evictable: int = self.tree_cache.evictable_size() // self.page_size
@@ -139,7 +155,8 @@ class ByteBudget(PrefillBudget):
     def _chunk(self, wanted: int, chunk_limit: int | None) -> int | None:
         """Tokens of whole pages for this pass, at most `chunk_limit`; None if there is no room for a page."""
         # One page stays free: a chunk that starts inside a page takes one page more than its length says.
-        room = (self.remaining_current - self.page_size) // self.page_size * self.page_size
+        current = self.remaining_current if chunk_limit is None else self.gentle_current
+        room = (current - self.page_size) // self.page_size * self.page_size
         if chunk_limit is None:
             return wanted if self.ceil_paged_tokens(wanted) <= room else None
         limit = min(chunk_limit, room)
