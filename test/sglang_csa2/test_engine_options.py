@@ -27,7 +27,9 @@ def arguments_of_engine(**keywords: Any) -> Any:
         found.append(server_args)
         raise StoppedError
 
-    with mock.patch.object(Engine, "_launch_subprocesses", launch), pytest.raises(StoppedError):
+    # Without its exit handler, which would end all children of this process.
+    launching = mock.patch.multiple(Engine, _launch_subprocesses=launch, shutdown=lambda _: None)
+    with launching, mock.patch("atexit.register"), pytest.raises(StoppedError):
         Engine(kv_compress="csa2", skip_tokenizer_init=True, **keywords)
     return found[0].resolved_dict()
 
