@@ -26,7 +26,7 @@ def view(**changes: Any) -> dict[str, Any]:
 
 
 def test_every_statistic_says_how_replicas_add_up() -> None:
-    named = [*stats.SUMMED, *stats.LARGEST, *stats.WEIGHTED, *stats.EQUAL, "replicas"]
+    named = [*stats.SUMMED, *stats.LARGEST, *stats.SMALLEST, *stats.WEIGHTED, *stats.EQUAL, "replicas"]
     assert sorted(named) == sorted(CacheStats.__struct_fields__)
 
 
@@ -42,6 +42,12 @@ def test_statistics_of_replicas_are_sums_and_means_by_bytes() -> None:
     assert (together.target_ratio, together.documents) == (2.0, 3)
     assert together.page_bytes == readings[0].page_bytes
     assert together.replicas == readings
+
+
+def test_the_agreement_guard_is_that_of_the_worst_replica() -> None:
+    fine, bad, without = (make_stats(guard_agreement=share) for share in (1.0, 0.5, None))
+    assert combined_stats([fine, bad, without]).guard_agreement == 0.5
+    assert combined_stats([without, without]).guard_agreement is None
 
 
 def test_empty_replicas_have_ratio_one() -> None:
