@@ -47,7 +47,7 @@ class Document(msgspec.Struct, kw_only=True):
     format: str
     ttl: float | None
     serial: int
-    """Of all documents a book ever had."""
+    """Of the request that brought it, the same in every replica."""
     state: State = "waiting"
     message: str = ""
     """Why it failed."""
@@ -88,7 +88,6 @@ class DocumentBook:
 
     def __init__(self) -> None:
         self._documents: dict[str, Document] = {}
-        self._serial = 0
 
     def __len__(self) -> int:
         return len(self._documents)
@@ -126,29 +125,34 @@ class DocumentBook:
         return document
 
     def add(
-        self, document_id: str, tokens: tuple[int, ...], extra_key: str | None, page_format: str, ttl: float | None
+        self,
+        document_id: str,
+        tokens: tuple[int, ...],
+        extra_key: str | None,
+        page_format: str,
+        ttl: float | None,
+        serial: int,
     ) -> Document:
         """A new document, in the place of one of the same id that failed."""
-        self._serial += 1
-        document = Document(
-            id=document_id, tokens=tokens, extra_key=extra_key, format=page_format, ttl=ttl, serial=self._serial
-        )
+        document = Document(id=document_id, tokens=tokens, extra_key=extra_key, format=page_format, ttl=ttl, serial=serial)
         self._documents.pop(document_id, None)
         self._documents[document_id] = document
         return document
 
-    def remove(self, document_id: str, serial: int | None = None) -> Document:
+    def remove(self, document_id: str, serials: Sequence[int] | None = None) -> Document:
         """Take a document out.
 
         Args:
-            serial: only if it is this one, and no later one of the same id.
+            serials: only if it is one of these, and no other one of the same id.
 
         Raises:
             UnknownDocumentError: there is none.
         """
         document = self.get(document_id)
-        if serial is not None and document.serial != serial:
-            raise UnknownDocumentError(f"document {document_id!r} is a later one than number {serial}")
+        if serials is not None and document.serial not in serials:
+            raise UnknownDocumentError(
+                f"document {document_id!r} is number {document.serial}, not {' or '.join(map(str, serials))}"
+            )
         return self._documents.pop(document_id)
 
 

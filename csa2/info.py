@@ -47,7 +47,7 @@ def collect(url: str | None = None) -> Report:
         ServerStatsError: the server does not answer, or not with statistics.
     """
     # First, so that a wrong address fails before torch is imported.
-    server = None if url is None else msgspec.structs.asdict(fetch_stats(url))
+    server = None if url is None else msgspec.to_builtins(fetch_stats(url))
     options = CacheOptions()
     implementation = resolve_impl(options.impl)
     report: Report = {
@@ -166,12 +166,14 @@ def _server_lines(server: Report) -> dict[str, object]:
         "url": server["url"],
         "arena": f"{used} used of {arena}, {format_bytes(server['slab_bytes'])} in slabs",
         "tokens": f"{server['logical_tokens']} in use, capacity {server['capacity_tokens']}",
+        **({"replicas": len(server["replicas"])} if server["replicas"] else {}),
         "compression ratio": f"{server['compression_ratio']:.2f} against bf16",
         "metadata": f"{100 * server['metadata_fraction']:.1f} % of the bytes used",
         **{f"pages {name}": text for name, text in pages.items()},
         **{f"demotions {step}": count for step, count in server["demotions_total"].items()},
         "compactions": server["compactions_total"],
         "evicted tokens": server["evicted_tokens_total"],
+        "documents": f"{server['documents']} with {server['pinned_pages']} pages, {format_bytes(server['pinned_bytes'])}",
         "prefix hits": (
             f"{server['prefix_hit_tokens_total']} of {server['prompt_tokens_total']} prompt tokens in "
             f"{server['turns_total']} turns"

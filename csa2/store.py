@@ -169,6 +169,11 @@ class PageStore:
         sizes = torch.tensor(self.ladder.page_bytes)
         return int(sizes[self.arena.formats[live].long()].sum())
 
+    def pinned_bytes(self) -> int:
+        """Bytes that the pages of pinned documents take now."""
+        sizes = torch.tensor(self.ladder.page_bytes)
+        return int(sizes[self.arena.formats[self.facts.pinned].long()].sum())
+
     def seal(self, pages: Tensor, old: Tensor | None = None, *, roomy: bool = False) -> int:
         """Compress full `pages` that left the hot window, and `old` ones that left the warm window too, to the format of
         their role; the number compressed.

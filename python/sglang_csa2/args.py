@@ -152,9 +152,9 @@ class Csa2ServerArgs(ServerArgs, kw_only=True, dict=True):  # type: ignore[call-
     csa2_documents: Annotated[
         str | None,
         Arg(
-            help="Folder of documents that the HTTP server encodes and pins before it answers: *.txt and *.md as text, "
-            "*.json as chat messages, the name without its ending as id. One that cannot be pinned ends the start. "
-            "sgl.Engine, which has no HTTP server, does not load it."
+            help="Folder of documents that are encoded and pinned before the server answers, or sgl.Engine returns: *.txt "
+            "and *.md as text, *.json as chat messages, the name without its ending as id. One that cannot be pinned ends "
+            "the start."
         ),
     ] = _DEFAULTS.documents
     csa2_calibration: Annotated[

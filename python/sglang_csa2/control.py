@@ -1,11 +1,11 @@
-"""Control messages between the front end and the scheduler: one request, one reply, taken between two batches.
+"""Control messages between the front end and the schedulers: one request, one reply of each, taken between two batches.
 
 The launcher calls `install`, the scheduler `attach`. New operations are added to `OPERATIONS`.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,6 +15,8 @@ from sglang.srt.managers.io_struct import BaseReq, hook_custom_types
 from sglang.utils import TypeBasedDispatcher
 
 from csa2.errors import Csa2Error, DocumentConflictError, DocumentError, OptionError, UnknownDocumentError
+from sglang_csa2 import replicas
+from sglang_csa2.replicas import Answer
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +51,12 @@ class Csa2ControlReqOutput(BaseReq, kw_only=True):  # type: ignore[call-arg]  # 
     ok: bool
     status: int
     data: dict[str, Any]
+    dp_rank: int = 0
+    """Replica that answers."""
 
+
+Outcome = tuple[bool, dict[str, Any], int]
+"""Whether an operation went well, its data or {"message": text}, and the HTTP status."""
 
 Operation = Callable[[Any, dict[str, Any]], Any]
 """Runs in the scheduler between two batches: (scheduler, payload) -> a struct or a dict of JSON-able values.
@@ -110,21 +117,27 @@ def install() -> None:
     """Let TokenizerManagers built after this call exchange control messages. For launcher processes; idempotent."""
     from sglang.srt.managers import tokenizer_control_mixin
 
-    _register_types()
+    register_types()
     # UPSTREAM(sglang 0.5.23: _COMMUNICATOR_SPECS is private; there is no public way to add a communicator)
     specs = tokenizer_control_mixin._COMMUNICATOR_SPECS
     if all(spec[0] != COMMUNICATOR for spec in specs):
         specs.append((COMMUNICATOR, Csa2ControlReqOutput))
 
 
-def attach(scheduler: Any) -> None:
-    """Let `scheduler` answer control messages. Call once, after its init_request_dispatcher."""
-    _register_types()
-    scheduler._request_dispatcher += TypeBasedDispatcher([(Csa2ControlReq, lambda req: handle(scheduler, req))])
+def attach(scheduler: Any, dp_rank: int = 0) -> None:
+    """Let `scheduler`, replica `dp_rank`, answer control messages. Call once, after its init_request_dispatcher."""
+    register_types()
+
+    def answer(req: Csa2ControlReq) -> Csa2ControlReqOutput:
+        reply = handle(scheduler, req)
+        reply.dp_rank = dp_rank
+        return reply
+
+    scheduler._request_dispatcher += TypeBasedDispatcher([(Csa2ControlReq, answer)])
 
 
-def _register_types() -> None:
-    # The decoder is a closed union, in each process. Registering twice changes nothing.
+def register_types() -> None:
+    """Let this process encode and decode the messages. The decoder is a closed union; registering twice changes nothing."""
     hook_custom_types(Csa2ControlReq, Csa2ControlReqOutput)
 
 
@@ -164,20 +177,20 @@ class _Exchange:
         self._req = req
         self.sent = False
 
-    async def run(self) -> Csa2ControlReqOutput:
-        """Send in turn and wait for the reply."""
+    async def run(self) -> list[Csa2ControlReqOutput]:
+        """Send in turn and wait for the replies of all replicas, which come in any order."""
         async with _turns.setdefault(self._communicator, asyncio.Lock()):
             self.sent = True
-            # Exactly one: --dp-size > 1 is refused at start.
-            (reply,) = await self._communicator(self._req)
-        typed: Csa2ControlReqOutput = reply
-        return typed
+            replies: list[Csa2ControlReqOutput] = await self._communicator(self._req)
+        return sorted(replies, key=lambda reply: reply.dp_rank)
 
 
 async def call(
     tokenizer_manager: Any, op: str, payload: dict[str, Any] | None = None, *, timeout_s: float = REPLY_TIMEOUT_S
 ) -> Csa2ControlReqOutput:
-    """Ask the scheduler for `op` and return its reply. Any number of calls may run at once.
+    """Ask the scheduler for `op` and return its reply, with --dp-size what the replies of all of them say together.
+
+    Any number of calls may run at once.
 
     Raises:
         OptionError: the server runs without `--kv-compress csa2`.
@@ -203,7 +216,25 @@ async def call(
             f"Try again, and look at its log",
             HTTPStatus.SERVICE_UNAVAILABLE,
         )
-    return task.result()
+    return combined_reply(op, task.result())
+
+
+def combined_reply(op: str, replies: Sequence[Csa2ControlReqOutput]) -> Csa2ControlReqOutput:
+    """What the `replies` of all replicas to `op` say together; the reply itself where there is one replica."""
+    if len(replies) == 1:
+        return replies[0]
+    answers = [Answer(reply.ok, reply.status, reply.data) for reply in replies]
+    together = replicas.combined(op, answers)
+    return Csa2ControlReqOutput(ok=together.ok, status=together.status, data=together.data)
+
+
+async def ask(tokenizer_manager: Any, op: str, payload: dict[str, Any] | None = None) -> Outcome:
+    """As `call`, with a time-out as an outcome too."""
+    try:
+        answer = await call(tokenizer_manager, op, payload)
+    except ReplyTimeoutError as error:
+        return False, {"message": str(error)}, error.status
+    return answer.ok, answer.data, answer.status
 
 
 def engine_stats(engine: Any) -> dict[str, Any]:

@@ -50,9 +50,18 @@ class PinnedDocuments:
     # What control messages ask for.
 
     def add(
-        self, document_id: str, input_ids: list[int], page_format: str | None, extra_key: str | None, ttl: float | None
+        self,
+        document_id: str,
+        input_ids: list[int],
+        page_format: str | None,
+        extra_key: str | None,
+        ttl: float | None,
+        serial: int,
     ) -> DocumentView:
         """Start to encode a document; the same content again changes its `ttl` only.
+
+        Args:
+            serial: of this request, chosen by the front end: replicas cannot count alike when one of them refuses.
 
         Raises:
             DocumentConflictError: another document has the id, or requests would have too little room.
@@ -68,7 +77,7 @@ class PinnedDocuments:
         document = self.book.known(document_id, tokens, extra_key, name)
         if document is None:
             self._check_room(document_id, tokens, extra_key)
-            document = self.book.add(document_id, tokens, extra_key, name, ttl)
+            document = self.book.add(document_id, tokens, extra_key, name, ttl, serial)
             self._encode(document)
         document.ttl = ttl
         return self.view(document)
@@ -94,13 +103,13 @@ class PinnedDocuments:
             message=document.message,
         )
 
-    def remove(self, document_id: str, serial: int | None = None) -> DocumentView:
+    def remove(self, document_id: str, serials: list[int] | None = None) -> DocumentView:
         """Unpin a document: its pages stay in the cache like those of any request, until memory asks for them.
 
         Raises:
-            UnknownDocumentError: there is none of that id, or `serial` is that of an earlier one.
+            UnknownDocumentError: there is none of that id, or it is none of `serials`.
         """
-        document = self.book.remove(document_id, serial)
+        document = self.book.remove(document_id, serials)
         view = self.view(document)
         if document.state == "waiting":
             self._abort(document)

@@ -112,20 +112,11 @@ def json_response(content: Any, status: int) -> Response:
     return response
 
 
-async def ask(op: str, payload: dict[str, Any] | None = None) -> tuple[bool, dict[str, Any], int]:
-    """Run a control operation: (whether it went well, its data or {"message": ...}, HTTP status)."""
-    from sglang.srt.entrypoints.http_server import get_global_state
-
-    from sglang_csa2.control import ReplyTimeoutError, call
-
-    try:
-        answer = await call(get_global_state().tokenizer_manager, op, payload)
-    except ReplyTimeoutError as error:
-        return False, {"message": str(error)}, error.status
-    return answer.ok, answer.data, answer.status
-
-
 async def reply(op: str, payload: dict[str, Any] | None = None) -> Response:
     """Run a control operation and answer with its data, or as SGLang's routes do: {"error": {"message": ...}}."""
-    ok, data, status = await ask(op, payload)
+    from sglang.srt.entrypoints.http_server import get_global_state
+
+    from sglang_csa2.control import ask
+
+    ok, data, status = await ask(get_global_state().tokenizer_manager, op, payload)
     return json_response(data, status) if ok else error_response(data["message"], status)

@@ -67,7 +67,7 @@ def around_config_from_budget(
     known = head_calibration(options, geometry, layers.start_layer, rotation)
     rope = separable_rope(options, self.model, rotation)
     codec, ladder = codec_and_ladder(options, geometry, rotation, known, rope)
-    ladder, arena_bytes = agreed_sizes(ladder, _arena_bytes(options.arena_bytes, budget_bytes))
+    ladder, arena_bytes = agreed_sizes(ladder, _arena_bytes(options.arena_bytes, budget_bytes, _sharers(self)))
     plan = plan_arena(arena_bytes, ladder.page_bytes, ladder.guard)
     global _planned
     _planned = PoolPlan(ladder, plan, codec)
@@ -124,12 +124,26 @@ def _geometry(configurator: Any, identity: tuple[int, ...]) -> PageGeometry:
     )
 
 
-def _arena_bytes(asked: int | None, budget: int) -> int:
+def _sharers(configurator: Any) -> int:
+    """Processes of this server that SGLang gives the same memory: on a CPU all of a NUMA node."""
+    if configurator.device != "cpu":
+        return 1
+    from sglang.srt.runtime_context import get_parallel
+
+    from sglang_csa2.splitting import ranks_of_a_node
+
+    parallel = get_parallel()
+    return ranks_of_a_node(parallel.tp_size * parallel.num_dp_ranks)
+
+
+def _arena_bytes(asked: int | None, budget: int, sharers: int) -> int:
+    share = budget // sharers
     if asked is None:
-        return budget
-    if asked > budget:
+        return share
+    if asked > share:
+        among = f", a share of {format_bytes(share)} for each of {sharers} processes" if sharers > 1 else ""
         raise OptionError(
             f"--csa2-arena-size of {asked} bytes ({format_bytes(asked)}) does not fit: {format_bytes(budget)} are left for "
-            f"the KV cache after the weights. Give a smaller size, or raise --mem-fraction-static"
+            f"the KV cache after the weights{among}. Give a smaller size, or raise --mem-fraction-static"
         )
     return asked

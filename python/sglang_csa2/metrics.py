@@ -20,6 +20,9 @@ GAUGES = {
     "live_bytes": "Bytes of the pages that are read now, that several requests have used, or that are pinned.",
     "ratio_ceiling": "Largest target ratio that memory alone may ask for.",
     "guard_agreement": "Share of the last samples of the agreement guard that agreed; NaN without any.",
+    "documents": "Pinned documents.",
+    "pinned_pages": "Pages of pinned documents.",
+    "pinned_bytes": "Bytes of the pages of pinned documents.",
     "metadata_fraction": "Share of scales and means in the bytes used.",
 }
 COUNTERS = {

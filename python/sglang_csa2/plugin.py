@@ -98,9 +98,10 @@ def wire_launcher() -> None:
     Raises:
         IntegrityError: SGLang did not apply the hook of the routes.
     """
-    from sglang_csa2 import control
+    from sglang_csa2 import control, engine_documents
 
     control.install()
+    engine_documents.install()
     hooks = _launcher_hooks()
     if _not_applied(hooks):
         _apply(hooks)
@@ -137,8 +138,10 @@ def _register_scheduler() -> None:
     register_attention_backend(SCHEME)(_make_attention_backend)
     register_radix_cache_backend(SCHEME, _make_radix_cache)
 
-    from sglang_csa2 import control  # noqa: F401 - defines the messages this process must be able to decode
+    from sglang_csa2 import control
 
+    # Here, because the controller of --dp-size, which passes messages on, has no scheduler of its own.
+    control.register_types()
     _add(_scheduler_hooks())
 
 

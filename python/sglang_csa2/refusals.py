@@ -120,7 +120,6 @@ EXACT = "which tokens are compressed depends on what else runs, so results are n
 NO_CACHE = "there is no KV cache to compress"
 
 OPTIONS: tuple[Refusal, ...] = (
-    _only("dp_size", 1, reason=RANKS, hint="Start one server for each replica"),
     _only("pp_size", 1, reason=RANKS),
     _only("nnodes", 1, reason=RANKS),
     _off("enable_dp_attention", RANKS),

@@ -5,6 +5,7 @@ ends there with a named error as the last line. UPSTREAM(sglang 0.5.23: step nam
 """
 
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -91,7 +92,7 @@ def early(server_args: Any, previous: Step) -> None:
         _check_forced(config)
         check_cores(config)
         values = {f.field: f.value for f in FORCED if getattr(config, f.field) not in f.also}
-        if config.radix_eviction_policy == "lru" and not config._radix_eviction_policy_explicitly_set:
+        if config.radix_eviction_policy == "lru" and not _eviction_policy_was_given(server_args):
             values["radix_eviction_policy"] = SCHEME
         declare_resolution(server_args, SOURCE, **values)
     previous(server_args)
@@ -149,6 +150,14 @@ def _prepare_kernels(options: CacheOptions) -> None:
     implementation = resolve_impl(options.impl, options.rope)
     if implementation.fallback:
         logger.warning(fallback_warning(implementation))
+
+
+def _eviction_policy_was_given(server_args: Any) -> bool:
+    """Whether somebody asked for the eviction policy, which may be the one that SGLang takes by itself."""
+    if server_args._radix_eviction_policy_explicitly_set:
+        return True
+    # UPSTREAM(sglang 0.5.23: only the command line sets that; an Engine notes its keywords in the text of the call)
+    return re.match(r"Engine\((.*, )?radix_eviction_policy=", server_args.launch_command or "", re.DOTALL) is not None
 
 
 def _check_forced(config: Any) -> None:

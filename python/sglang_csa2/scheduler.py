@@ -247,9 +247,11 @@ def after_init_request_dispatcher(result: Any, self: Any, *args: Any, **kwargs: 
     from sglang_csa2.args import enabled_here
 
     if enabled_here():
+        from sglang.srt.runtime_context import get_parallel
+
         from sglang_csa2.control import attach
 
-        attach(self)
+        attach(self, get_parallel().dp_rank or 0)
 
 
 def before_run_batch(self: Any, batch: Any, *args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""What `--tp-size` asks of the model and of the machine, checked before a process is spawned."""
+"""What `--tp-size` and `--dp-size` ask of the model and of the machine."""
 
 import os
 from typing import Any
@@ -24,6 +24,13 @@ def check_heads(config: Any, model_config: Any) -> None:
             f"--tp-size {ranks} cannot split this model: it has {query_heads} query and {kv_heads} KV heads, and each rank "
             f"needs the same number. Give a --tp-size that divides both"
         )
+
+
+def ranks_of_a_node(num_ranks: int) -> int:
+    """How many of `num_ranks` processes of a server on a CPU share one NUMA node, and with it its memory."""
+    from sglang.srt.utils.common import get_cpu_ids_by_node
+
+    return -(-num_ranks // len(get_cpu_ids_by_node()))
 
 
 def check_cores(config: Any) -> None:

@@ -159,6 +159,7 @@ ATTRIBUTES = {
         "plugins.hook_registry.HookType": ("AFTER", "AROUND", "BEFORE", "REPLACE"),
         "entrypoints.engine.Engine": ("server_args_class",),
     },
+    "engine_documents": {"entrypoints.engine.Engine": ("_ensure_event_loop", "shutdown")},
     "refusals": {
         "configs.model_config.AttentionArch": ("MLA", "SSM"),
         "configs.model_config.ModelConfig": (
@@ -465,6 +466,20 @@ def test_an_explicit_eviction_policy_can_be_told_from_the_default():
     fields = {field.name: field.default for field in msgspec.structs.fields(find(f"{SRT}server_args.ServerArgs", "resolve"))}
     assert fields["radix_eviction_policy"] == "lru"
     assert fields["_radix_eviction_policy_explicitly_set"] is False
+    assert '"Engine("' in inspect.getsource(find(f"{SRT}entrypoints.engine.Engine.__init__", "resolve"))
+    find(f"{SRT}server_args.ServerArgs.launch_command", "resolve")
+
+
+def test_an_engine_takes_its_event_loop_last():
+    source = inspect.getsource(find(f"{SRT}entrypoints.engine.Engine.__init__", "engine_documents"))
+    assert source.strip().splitlines()[-1].strip() == "self.loop = self._ensure_event_loop()"
+
+
+def test_control_messages_go_to_all_replicas():
+    controller = find(f"{SRT}managers.data_parallel_controller.DataParallelController", "control")
+    assert "add_fallback_fn(self.send_control_message)" in inspect.getsource(controller.init_dispatcher)
+    source = inspect.getsource(find(f"{SRT}managers.data_parallel_controller", "plugin"))
+    assert "load_plugins()" in source
 
 
 def test_communicator_specs_are_a_list_of_pairs():

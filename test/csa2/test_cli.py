@@ -15,7 +15,7 @@ from csa2 import info
 from csa2.cli import main
 from csa2.errors import OptionError
 from csa2.info import ServerStatsError, fetch_stats
-from csa2.stats import CacheStats
+from csa2.stats import CacheStats, combined_stats
 
 STATS = CacheStats(
     arena_bytes=2**30,
@@ -36,6 +36,9 @@ STATS = CacheStats(
     prefix_hit_tokens_by_format={"bf16": 64, "fp8": 0, "fp4": 64},
     target_ratio=1.0,
     live_bytes=512,
+    documents=1,
+    pinned_pages=2,
+    pinned_bytes=256,
     identity_basis_layers=[0, 7],
     ratio_ceiling=8.0,
     guard_compared_total=0,
@@ -176,6 +179,14 @@ def test_info_of_a_server_as_json(server, capsys):
     report = json.loads(capsys.readouterr().out)
     assert report["server"].pop("url") == server.url
     assert msgspec.convert(report["server"], CacheStats) == STATS
+
+
+def test_info_of_replicas_is_of_all_and_says_how_many(server, capsys):
+    server.answer = (200, msgspec.json.encode(combined_stats([STATS, STATS])))
+    assert main(["info", "--url", server.url]) == 0
+    words = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    for line in ("arena 2 MiB used of 2 GiB, 4 MiB in slabs", "replicas 2", "documents 1 with 4 pages, 512 B"):
+        assert line in words
 
 
 def test_a_proxy_does_not_stand_between_this_machine_and_itself(server, monkeypatch):

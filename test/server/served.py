@@ -191,11 +191,11 @@ class Served:
         return samples
 
     def loads(self) -> tuple[int, int]:
-        """Running and waiting requests."""
+        """Running and waiting requests, of all replicas."""
         answer = self.get("/v1/loads?include=core")
         assert answer.ok, answer.text
-        (load,) = answer.json()["loads"]
-        return load["num_running_reqs"], load["num_waiting_reqs"]
+        loads = answer.json()["loads"]
+        return sum(load["num_running_reqs"] for load in loads), sum(load["num_waiting_reqs"] for load in loads)
 
     def wait_idle(self, timeout_s: float = IDLE_TIMEOUT_S) -> None:
         """Return when nothing runs or waits."""

@@ -1,5 +1,6 @@
 """Starts that must fail with one clear line, and the other ways to start that must work."""
 
+import json
 import os
 import socket
 import subprocess
@@ -103,10 +104,10 @@ from sglang_csa2.control import engine_stats
 
 if __name__ == "__main__":
     engine = sglang.Engine(model_path=sys.argv[1], kv_compress="csa2", csa2_arena_size="60MB", csa2_hot_tokens=64,
-                           log_level="error")
+                           csa2_documents=sys.argv[2], context_length=1024, log_level="error")
     text = "The capital of Greece is Athens. The capital of Germany is"
     answer = engine.generate(text, {"max_new_tokens": 6, "temperature": 0})
-    print(json.dumps({"text": answer["text"], "options": engine_stats(engine)["options"]}))
+    print(json.dumps({"text": answer["text"], **engine_stats(engine)}))
     engine.shutdown()
 """
 
@@ -114,8 +115,14 @@ if __name__ == "__main__":
 def test_engine(demo_model: Path, tmp_path: Path) -> None:
     script = tmp_path / "engine.py"
     script.write_text(ENGINE)
-    code, output = start(str(script), str(demo_model))
+    documents = tmp_path / "documents"
+    documents.mkdir()
+    (documents / "rules.txt").write_text("Rule: be brief and exact.\n" * 40)
+    code, output = start(str(script), str(demo_model), str(documents))
     assert code == 0, output[-3000:]
     line = next(line for line in output.splitlines() if line.startswith('{"text"'))
-    assert "Berlin" in line
-    assert '"hot_tokens": 64' in line
+    told = json.loads(line)
+    assert "Berlin" in told["text"]
+    assert told["options"]["hot_tokens"] == 64
+    assert told["documents"] == 1
+    assert told["pinned_pages"] > 0

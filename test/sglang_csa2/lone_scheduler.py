@@ -327,6 +327,7 @@ def _make_scheduler(model: str, options: dict[str, Any]) -> Any:
         mem_fraction_static=0.5,
         random_seed=1,
         log_level="warning",
+        _radix_eviction_policy_explicitly_set="radix_eviction_policy" in options,
         **options,
     )
     with mock.patch.object(plugin, "wire_launcher"):  # HTTP routes: there is no launcher here

@@ -38,6 +38,9 @@ def make_stats(**changes: Any) -> CacheStats:
         "prefix_hit_tokens_by_format": {"bf16": 12, "fp8": 0, "fp4": 0},
         "target_ratio": 1.0,
         "live_bytes": 512,
+        "documents": 1,
+        "pinned_pages": 2,
+        "pinned_bytes": 256,
         "identity_basis_layers": [],
         "ratio_ceiling": 8.0,
         "guard_compared_total": 0,
@@ -62,16 +65,17 @@ def stats_module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 class FakeScheduler:
     """Answers through a real dispatcher; replies pass the real codec, and wait while `silent`."""
 
-    def __init__(self) -> None:
+    def __init__(self, dp_rank: int = 0) -> None:
+        self.name = ""
         self._request_dispatcher = TypeBasedDispatcher([(int, str)])
         self.received: list[Csa2ControlReq] = []
         self.silent = False
         self.pending: list[bytes] = []
-        control.attach(self)
+        control.attach(self, dp_rank)
 
-    def connect(self, **server_args: Any) -> SimpleNamespace:
-        """A tokenizer manager whose communicator talks to this scheduler."""
-        self.communicator = FanOutCommunicator(self.receive, fan_out=1)
+    def connect(self, communicator: Any = None, **server_args: Any) -> SimpleNamespace:
+        """A tokenizer manager whose communicator talks to this scheduler, or is the one given."""
+        self.communicator = communicator or FanOutCommunicator(self.receive, fan_out=1)
         return SimpleNamespace(
             server_args=SimpleNamespace(**{"kv_compress": "csa2", **server_args}),
             auto_create_handle_loop=lambda: None,
@@ -112,6 +116,25 @@ def test_concurrent_calls_all_get_their_reply(scheduler: FakeScheduler, monkeypa
         return await asyncio.gather(*(control.call(tokenizer_manager, "echo", {"n": n}) for n in range(20)))
 
     assert [reply.data for reply in asyncio.run(main())] == [{"n": n} for n in range(20)]
+
+
+def test_replies_of_replicas_come_in_their_order_whoever_is_first(
+    stats_module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(control.OPERATIONS, "who", lambda scheduler, _: {"name": scheduler.name})
+    schedulers = [FakeScheduler(dp_rank=rank) for rank in (0, 1)]
+    for scheduler, name in zip(schedulers, "ab", strict=True):
+        scheduler.name = name
+
+    def send(req: Csa2ControlReq) -> None:
+        for scheduler in reversed(schedulers):
+            scheduler.receive(req)
+
+    communicator = FanOutCommunicator(send, fan_out=2)
+    tokenizer_manager = schedulers[0].connect(communicator)
+    schedulers[1].communicator = communicator
+    reply = asyncio.run(control.call(tokenizer_manager, "who"))
+    assert reply.data == {"replicas": [{"dp_rank": 0, "name": "a"}, {"dp_rank": 1, "name": "b"}]}
 
 
 def test_unknown_operation_is_refused(scheduler: FakeScheduler) -> None:

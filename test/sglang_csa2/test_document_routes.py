@@ -1,6 +1,7 @@
 """The HTTP routes of documents, on apps with SGLang's own middleware and a fake scheduler."""
 
 import asyncio
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from sglang.srt.utils.auth import add_api_key_middleware
 from starlette.testclient import TestClient
 
 from csa2.errors import OptionError
-from sglang_csa2 import control, document_routes, http
+from sglang_csa2 import control, document_pinning, document_routes, http
 from sglang_csa2.control import Csa2ControlReqOutput
 
 PATH = "/csa2/documents"
@@ -60,10 +61,11 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeScheduler]:
     state = SimpleNamespace(tokenizer_manager=SimpleNamespace(tokenizer=tokenizer), template_manager=None)
     monkeypatch.setattr(control, "call", fake.call)
     monkeypatch.setattr(http_server, "_global_state", state)
-    monkeypatch.setattr(document_routes, "POLL_S", 0)
+    monkeypatch.setattr(document_pinning, "POLL_S", 0)
+    monkeypatch.setattr(document_pinning, "_serials", itertools.count(7))
     yield fake
-    document_routes._expiries.clear()
-    document_routes._contents.clear()
+    document_pinning._expiries.clear()
+    document_pinning.contents.clear()
 
 
 @pytest.fixture
@@ -77,7 +79,7 @@ def client(scheduler: FakeScheduler) -> Iterator[TestClient]:
 def test_a_document_is_tokenised_encoded_and_waited_for(client: TestClient, scheduler: FakeScheduler) -> None:
     response = client.post(PATH, json={"id": "a", "text": "AB C", "format": "fp4", "extra_key": "k"})
     assert (response.status_code, response.json()["state"]) == (200, "resident")
-    wanted = {"document_id": "a", "input_ids": [65, 66], "page_format": "fp4", "extra_key": "k", "ttl": None}
+    wanted = {"document_id": "a", "input_ids": [65, 66], "page_format": "fp4", "extra_key": "k", "ttl": None, "serial": 7}
     assert scheduler.calls[0] == ("document_add", wanted)
     assert scheduler.ops() == ["document_add", "document", "document"]
 
@@ -101,6 +103,32 @@ def test_a_document_removed_on_the_way_is_404_and_replaced_409(client: TestClien
     assert client.post(PATH, json={"id": "a", "input_ids": [1]}).status_code == 404
     scheduler.answer = lambda op, _: ok(id="a", state="resident", serial=8) if op == "document" else None
     assert client.post(PATH, json={"id": "a", "input_ids": [1]}).status_code == 409
+
+
+def test_a_document_that_one_replica_refuses_is_taken_back_from_the_others(
+    client: TestClient, scheduler: FakeScheduler
+) -> None:
+    message = "replica 1 of 2: no room"
+    reply = Csa2ControlReqOutput(ok=False, status=409, data={"message": message, "done_by": [0]})
+    scheduler.answer = lambda op, _: reply if op == "document_add" else None
+    response = client.post(PATH, json={"id": "a", "input_ids": [1]})
+    assert (response.status_code, response.json()) == (409, {"error": {"message": message}})
+    assert scheduler.calls[1:] == [("document_remove", {"document_id": "a", "serials": [7]})]
+
+
+def test_replicas_of_a_document_are_told_by_their_own_serials(client: TestClient, scheduler: FakeScheduler) -> None:
+    """One of them had it already: from an earlier request, with an earlier serial."""
+
+    def view(state: str) -> Csa2ControlReqOutput:
+        return ok(id="a", state=state, serial=7, replicas=[{"serial": 3}, {"serial": 7}])
+
+    states = iter(["waiting", "waiting", "resident"])
+    scheduler.answer = lambda op, _: None if op == "document_remove" else view(next(states))
+    assert client.post(PATH, json={"id": "a", "input_ids": [1], "ttl": 0.001}).status_code == 200
+    scheduler.answer = lambda *_: None
+    while "document_remove" not in scheduler.ops():
+        client.get(PATH)
+    assert ("document_remove", {"document_id": "a", "serials": [3, 7]}) in scheduler.calls
 
 
 @pytest.mark.parametrize(
@@ -166,19 +194,19 @@ def test_a_document_is_removed_when_its_time_is_over(client: TestClient, schedul
     client.post(PATH, json={"id": "a", "input_ids": [1], "ttl": 0.001})
     while "document_remove" not in scheduler.ops():
         client.get(PATH)
-    assert ("document_remove", {"document_id": "a", "serial": 7}) in scheduler.calls
-    assert document_routes._expiries == {}
+    assert ("document_remove", {"document_id": "a", "serials": [7]}) in scheduler.calls
+    assert document_pinning._expiries == {}
 
 
 @pytest.mark.parametrize("then", ["again", "delete", "delete all"])
 def test_a_later_request_ends_the_time_of_a_document(client: TestClient, scheduler: FakeScheduler, then: str) -> None:
     client.post(PATH, json={"id": "a", "input_ids": [1], "ttl": 1000})
-    assert list(document_routes._expiries) == ["a"]
+    assert list(document_pinning._expiries) == ["a"]
     if then == "again":
         client.post(PATH, json={"id": "a", "input_ids": [1]})
     else:
         client.delete(PATH if then == "delete all" else f"{PATH}/a")
-    assert document_routes._expiries == {}
+    assert document_pinning._expiries == {}
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Pinned documents in a real scheduler: SGLang's strict memory checks run after every step, and the pages of a request are
 compared with what the model writes."""
 
+import itertools
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -27,9 +28,12 @@ def words(seed: int, count: int) -> tuple[int, ...]:
     return tuple(chance.randrange(3, 500) for _ in range(count))
 
 
+SERIALS = itertools.count(1)
+
+
 def add(document_id: str, tokens: tuple[int, ...], after: str | None = None, name: str = "", **more: Any) -> Command:
     """A command that pins `tokens`, named as the document unless `name` says otherwise."""
-    payload = {"page_format": None, "extra_key": None, "ttl": None, **more}
+    payload = {"page_format": None, "extra_key": None, "ttl": None, "serial": next(SERIALS), **more}
     payload |= {"document_id": document_id, "input_ids": list(tokens)}
     return Command(name or document_id, "document_add", payload, None if after is None else (after, 0))
 

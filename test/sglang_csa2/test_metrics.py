@@ -37,6 +37,9 @@ def make_stats(**changes: Any) -> CacheStats:
         "prefix_hit_tokens_by_format": {"bf16": 0, "fp8": 0, "fp4": 0},
         "target_ratio": 1.0,
         "live_bytes": 512,
+        "documents": 1,
+        "pinned_pages": 2,
+        "pinned_bytes": 256,
         "identity_basis_layers": [],
         "ratio_ceiling": 8.0,
         "guard_compared_total": 0,
@@ -70,6 +73,7 @@ def test_first_reading_shows_every_series(registry: CollectorRegistry, metrics: 
     assert value(registry, "arena_bytes") == 4096
     assert value(registry, "capacity_tokens") == 8192
     assert value(registry, "compression_ratio") == 1
+    assert [value(registry, name) for name in ("documents", "pinned_pages", "pinned_bytes")] == [1, 2, 256]
     for name in ("used_bytes", "slab_bytes", "logical_tokens", "metadata_fraction"):
         assert value(registry, name) == 0
     for page_format in ("bf16", "fp8", "fp4"):
@@ -117,6 +121,13 @@ def test_turns_fill_the_histograms(registry: CollectorRegistry, metrics: CacheMe
         3,
         3,
     ]
+
+
+def test_each_replica_has_series_of_its_own(registry: CollectorRegistry) -> None:
+    """As SGLang labels them: each scheduler process publishes its own, in a registry that all of them share."""
+    CacheMetrics({**LABELS, "dp_rank": 1}, registry=registry).update(make_stats(used_bytes=7))
+    assert value(registry, "used_bytes", dp_rank="1") == 7
+    assert value(registry, "used_bytes", dp_rank="0") is None
 
 
 def test_total_that_was_reset_counts_on(registry: CollectorRegistry, metrics: CacheMetrics) -> None:

@@ -11,7 +11,6 @@ from sglang_csa2.refusals import MODELS, OPTIONS, check_model
 from sglang_csa2.resolve import FORCED
 
 REFUSED_OPTIONS = {
-    "--dp-size": ["--dp-size", "2"],
     "--pp-size": ["--pp-size", "2"],
     "--nnodes": ["--nnodes", "2", "--node-rank", "0", "--dist-init-addr", "127.0.0.1:5000", "--tp-size", "2"],
     "--enable-dp-attention": ["--enable-dp-attention"],
@@ -76,6 +75,7 @@ SERVED_OPTIONS = (
     ["--enable-return-hidden-states"],
     ["--grammar-backend", "xgrammar"],
     ["--enable-metrics"],
+    ["--dp-size", "1"],
     ["--page-size", "64", "--attention-backend", "csa2", "--radix-cache-backend", "csa2"],
 )
 
