@@ -89,7 +89,8 @@ class Chart {
       const now = this.show(one.of(past.at(-1)));
       write(item.lastElementChild, one.name + " " + now);
       const values = past.map(one.of).filter(isNumber);
-      return values.length ? `${one.name} ${this.show(Math.min(...values))} to ${this.show(Math.max(...values))}` : `${one.name} not known yet`;
+      const ends = [...new Set([Math.min(...values), Math.max(...values)].map(this.show))];
+      return one.name + " " + (values.length ? ends.join(" to ") : "not known yet");
     });
     write(this.text, said.join(", ") + ".");
   }

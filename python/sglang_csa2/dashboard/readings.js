@@ -72,11 +72,14 @@ class Past {
   rate(count) { return this.earlier && this.gain(count) * 1000 / (this.last.t - this.earlier.t); }
 }
 
+// A format keeps its colour whatever the ladder; the first is the dtype of the model.
+const COLOURS = { fp8: 1, k8v4: 2, fp4: 3, int4: 3, "csa2-2x": 4, "csa2-4x": 5, "csa2-8x": 6 };
+
 // What fills the arena: [{name, className, pages, bytes, each}], formats first, then lost in slabs, then free.
 function arenaParts(stats) {
   const parts = Object.entries(stats.pages).map(([name, pages], i) => {
     const each = stats.page_bytes[name] || 0;
-    return { name, className: "f" + i % 7, pages, each, bytes: pages * each };
+    return { name, className: "f" + (i && (COLOURS[name] || i % 7)), pages, each, bytes: pages * each };
   });
   const lost = Math.max(0, stats.slab_bytes - stats.used_bytes);
   parts.push({ name: "not used in slabs", className: "waste", pages: null, each: null, bytes: lost });
