@@ -111,7 +111,8 @@ def test_curves_as_a_table(browser: Browser) -> None:
 
 def test_without_metrics_the_page_says_how_to_get_them(browser: Browser) -> None:
     wait_live(browser)
-    assert browser.text("#metrics-note").endswith("start the server with --enable-metrics.")
+    told = "start the server with --enable-metrics."
+    browser.wait("note", lambda: browser.text("#metrics-note").endswith(told))
     assert browser.run("document.querySelector('#metrics-note').hidden") is False
     assert facts(browser)["Time to first token"][0] == DASH
 
@@ -156,7 +157,7 @@ def test_text_of_the_server_is_no_markup(browser: Browser, server: DashboardServ
     wait_live(browser)
     renew(browser)
     browser.wait("document", lambda: browser.rows("documents")[:1] and browser.rows("documents")[0][0] == nasty)
-    assert browser.rows("formats")[1][0] == nasty
+    browser.wait("format", lambda: browser.rows("formats")[1][0] == nasty)
     assert browser.run("document.querySelectorAll('img, main script').length") == 0
     assert "owned" not in browser.run("document.title")
 

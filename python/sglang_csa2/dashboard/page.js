@@ -60,12 +60,12 @@ async function readStats() {
   if (status === 401 || status === 403) return needKey();
   if (status !== 200) return say(`The server answers with status ${status}: ${reason(text)}. Trying again.`);
   const t = Date.now();
+  take(JSON.parse(text), t);
+  say(paused ? "Paused." : "Live, every 2 seconds.");
   if (t >= slowDue) {
     slowDue = t + SLOW_MS;
     await Promise.allSettled([readMetrics(t), readDocuments()]);
   }
-  take(JSON.parse(text), t);
-  say(paused ? "Paused." : "Live, every 2 seconds.");
 }
 
 function reason(text) {
