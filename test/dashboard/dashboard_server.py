@@ -53,8 +53,8 @@ class DashboardServer(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.url = f"http://127.0.0.1:{self.server_port}"
-        self.stats = copy.deepcopy(STATS)
-        self.documents = [copy.deepcopy(DOCUMENT)]
+        self.stats: Any = copy.deepcopy(STATS)
+        self.documents: Any = [copy.deepcopy(DOCUMENT)]
         self.metrics: str | None = None
         self.api_key: str | None = None
         self.admin_api_key: str | None = None

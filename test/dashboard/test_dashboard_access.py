@@ -121,7 +121,7 @@ def test_everything_has_a_name_and_a_role(browser: Browser) -> None:
 
 
 def test_every_control_is_reached_by_the_keyboard(browser: Browser) -> None:
-    wait_live(browser)
+    browser.wait("documents", lambda: browser.rows("documents"))
     reached = []
     browser.run("document.activeElement.blur()")
     for _ in range(12):

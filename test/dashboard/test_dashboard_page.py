@@ -148,6 +148,15 @@ def test_the_list_of_documents(browser: Browser, server: DashboardServer) -> Non
     browser.wait("none", lambda: browser.text("#documents-note") == "None is pinned.")
 
 
+def test_an_answer_that_makes_no_sense_is_told(browser: Browser, server: DashboardServer) -> None:
+    wait_live(browser)
+    server.documents = None
+    renew(browser)
+    browser.wait("note", lambda: browser.text("#documents-note").startswith("The list could not be read ("))
+    server.stats = None
+    browser.wait("state", lambda: browser.text("#state").startswith("The answer of the server cannot be shown ("))
+
+
 def test_text_of_the_server_is_no_markup(browser: Browser, server: DashboardServer) -> None:
     nasty = "<img src=x onerror=alert(1)><script>document.title='owned'</script>"
     server.documents[0] |= {"id": nasty, "message": nasty, "formats": {nasty: 1}}

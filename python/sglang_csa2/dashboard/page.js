@@ -45,18 +45,21 @@ function schedule(ms) {
 async function poll() {
   if (asking) return;
   asking = true;
+  let asked = false;
   try {
-    await readStats();
+    const answer = await ask("stats", keys.read);
+    asked = true;
+    await readStats(answer);
   } catch (error) {
-    say(`No answer from the server (${error.message}). Trying again.`);
+    const what = asked ? "The answer of the server cannot be shown" : "No answer from the server";
+    say(`${what} (${error.message}). Trying again.`);
   } finally {
     asking = false;
     schedule(POLL_MS);
   }
 }
 
-async function readStats() {
-  const { status, text } = await ask("stats", keys.read);
+async function readStats({ status, text }) {
   if (status === 401 || status === 403) return needKey();
   if (status !== 200) return say(`The server answers with status ${status}: ${reason(text)}. Trying again.`);
   const t = Date.now();
@@ -64,7 +67,10 @@ async function readStats() {
   say(paused ? "Paused." : "Live, every 2 seconds.");
   if (t >= slowDue) {
     slowDue = t + SLOW_MS;
-    await Promise.allSettled([readMetrics(t), readDocuments()]);
+    await Promise.all([
+      readMetrics(t).catch((error) => noteMetrics(`Metrics could not be read (${error.message}).`)),
+      readDocuments().catch((error) => write($("documents-note"), `The list could not be read (${error.message}).`)),
+    ]);
   }
 }
 
@@ -88,6 +94,11 @@ function needKey() {
 
 function say(text) { write($("state"), text); }
 
+function noteMetrics(note) {
+  write($("metrics-note"), note);
+  $("metrics-note").hidden = !note;
+}
+
 async function readMetrics(t) {
   const { status, text } = await ask("../metrics", "");
   const samples = status === 200 ? parseMetrics(text) : {};
@@ -96,8 +107,7 @@ async function readMetrics(t) {
   const note = status !== 200
     ? "Time to first token, generated tokens and running requests are not known: start the server with --enable-metrics."
     : known ? "" : "Time to first token and generated tokens are known after the first request.";
-  write($("metrics-note"), note);
-  $("metrics-note").hidden = !note;
+  noteMetrics(note);
   if (!known) return;
   loads.add({
     t,
