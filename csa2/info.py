@@ -1,5 +1,6 @@
 """What a bug report needs: versions, machine, options, and what a running server reports. Imports no SGLang."""
 
+import http
 import http.client
 import importlib.metadata
 import os
@@ -30,7 +31,7 @@ ISA_FLAGS = {
 DEFAULT_URL = "http://127.0.0.1:30000"
 KEY_VARIABLE = "CSA2_API_KEY"
 """Environment variable with the key of a server that was started with --api-key."""
-STATS_ROUTE = "/csa2/stats"
+STATS_PATH = "/csa2/stats"
 TIMEOUT_SECONDS = 10.0
 Report = dict[str, Any]
 
@@ -97,30 +98,31 @@ def fetch_stats(url: str, timeout: float = TIMEOUT_SECONDS) -> CacheStats:
         OptionError: `url` is not an http address.
         ServerStatsError: no answer, no such route, or an answer of another shape.
     """
-    status, body = fetch(url, STATS_ROUTE, timeout)
-    if status != 200:
+    address = url.rstrip("/") + STATS_PATH
+    status, body = fetch(url, STATS_PATH, timeout)
+    if status != http.HTTPStatus.OK:
         raise ServerStatsError(_explain_status(url, status))
     try:
         return msgspec.json.decode(body, type=CacheStats)
     except msgspec.MsgspecError as error:
         raise ServerStatsError(
-            f"{url.rstrip('/')}{STATS_ROUTE} answers with something that is not the statistics of this version ({error}): "
-            f"use the `csa2` command of the environment that runs the server"
+            f"{address} answers with something that is not the statistics of this version ({error}): use the `csa2` "
+            f"command of the environment that runs the server"
         ) from error
 
 
-def fetch(url: str, route: str, timeout: float = TIMEOUT_SECONDS, key: str | None = None) -> tuple[int, bytes]:
-    """GET `url` + `route`: (status, body).
+def fetch(url: str, path: str, timeout: float = TIMEOUT_SECONDS, key: str | None = None) -> tuple[int, bytes]:
+    """HTTP status and body of GET `url` + `path`. Redirections are not followed.
 
     Args:
-        key: API key to send; None is that of the environment, an empty one is not sent.
+        key: API key to send; None is that of `CSA2_API_KEY`, an empty one is not sent.
 
     Raises:
         OptionError: `url` is not an http address.
         ServerStatsError: no answer.
     """
     host = _host(url)
-    request = urllib.request.Request(url.rstrip("/") + route)  # noqa: S310 - _host lets http and https pass, nothing else
+    request = urllib.request.Request(url.rstrip("/") + path)  # noqa: S310 - _host lets http and https pass, nothing else
     if key := os.environ.get(KEY_VARIABLE) if key is None else key:
         request.add_header("Authorization", f"Bearer {key}")
     try:
