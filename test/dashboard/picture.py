@@ -1,7 +1,7 @@
 """Picture of the dashboard of a real server under load: the one in docs/monitoring.md.
 
     make serve ARGS="--enable-metrics --csa2-arena-size 48MB --context-length 1600 --max-running-requests 4"
-    python test/dashboard/picture.py http://127.0.0.1:30000 --seconds 150 --out docs/images/dashboard.png
+    python test/dashboard/picture.py http://127.0.0.1:30000 --seconds 100 --out docs/images/dashboard.png
 
 Needs Chromium on PATH. Pins two documents, sends questions about them and other texts, and watches the page meanwhile.
 """
@@ -29,7 +29,7 @@ CLIENTS = 3
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("url")
-    parser.add_argument("--seconds", type=float, default=150.0)
+    parser.add_argument("--seconds", type=float, default=100.0)
     parser.add_argument("--out", type=Path, default=Path("dashboard.png"))
     parser.add_argument("--width", type=int, default=1000)
     arguments = parser.parse_args()
