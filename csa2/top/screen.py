@@ -1,6 +1,6 @@
 """The screen of `csa2 top`: readings in, lines out. Plain ASCII; colours, where there are any, repeat what letters say."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from csa2.stats import CacheStats
@@ -66,6 +66,7 @@ def lines(url: str, readings: Readings, width: int) -> list[Line]:
         _fact("  live", _share(stats.live_bytes, stats.arena_bytes)),
         _fact("tokens held", f"{stats.logical_tokens} of {stats.capacity_tokens}"),
         _fact("compression", f"{stats.compression_ratio:.2f}x against bf16, target ratio {stats.target_ratio:.2f}"),
+        *_guard_lines(stats),
         *_rate_lines(readings, stats),
         [],
         *_pressure_lines(readings, stats),
@@ -101,11 +102,19 @@ def _format_lines(parts: Sequence[Part], stats: CacheStats) -> list[Line]:
     return rows
 
 
+def _guard_lines(stats: CacheStats) -> list[Line]:
+    if not stats.guard_compared_total or stats.guard_agreement is None:
+        return []
+    text = f"{_share(stats.guard_agreement, 1)} of the last guarded steps, backed off: {stats.guard_backoffs_total}"
+    return [_fact("agreement", text)]
+
+
 def _rate_lines(readings: Readings, stats: CacheStats) -> list[Line]:
     hits, prompts = readings.gain(_hits), readings.gain(_prompts)
     lately = _share(hits, prompts) if hits is not None and prompts else "-"
     rows = [
         _fact("hit rate", f"{lately} in the last minute, {_share(_hits(stats), _prompts(stats))} since the start"),
+        *([_fact("  found in", found)] if (found := _counts(stats.prefix_hit_tokens_by_format)) else []),
         _fact("prompt tokens", f"{_number(readings.rate(_prompts))} a second, {stats.prompt_tokens_total} since the start"),
     ]
     load = readings.last.load
@@ -126,10 +135,10 @@ def _pressure_lines(readings: Readings, stats: CacheStats) -> list[Line]:
     def row(name: str, count: Callable[[CacheStats], float]) -> Line:
         return _fact(name, f"{_number(readings.gain(count), 0)} in the last minute, {count(stats):.0f} since the start")
 
-    steps = [f"{step} {pages}" for step, pages in stats.demotions_total.items() if pages]
+    steps = _counts(stats.demotions_total)
     return [
         row("pages demoted", lambda s: sum(s.demotions_total.values())),
-        *([_fact("  by step", ", ".join(steps))] if steps else []),
+        *([_fact("  by step", steps)] if steps else []),
         row("tokens evicted", lambda s: s.evicted_tokens_total),
         row("pages moved", lambda s: s.compactions_total),
     ]
@@ -140,7 +149,7 @@ def _document_lines(reading: Reading) -> list[Line]:
         return [_fact("pinned documents", reading.documents_note)]
     rows = [_fact("pinned documents", str(len(reading.documents)))]
     for one in reading.documents:
-        formats = ", ".join(f"{name} {count}" for name, count in one.formats.items() if count)
+        formats = _counts(one.formats)
         state = one.state if not one.message else f"{one.state}: {one.message}"
         text = f"{one.tokens} tokens, {format_bytes(one.bytes)}, {one.hits} hits, {state}"
         rows.append(_fact(f"  {one.id}", text + (f" ({formats})" if formats else "")))
@@ -157,6 +166,11 @@ def _hits(stats: CacheStats) -> float:
 
 def _fact(name: str, value: str) -> Line:
     return [Span(f"{name:<{_NAME_COLUMNS - 1}} {value}")]
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    """Those that are not 0: "bf16 64, fp8 448"."""
+    return ", ".join(f"{name} {count}" for name, count in counts.items() if count)
 
 
 def _share(part: float, whole: float) -> str:

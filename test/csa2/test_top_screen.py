@@ -75,6 +75,7 @@ def test_the_screen_of_one_reading():
         "tokens held             7168 of 25600",
         "compression             2.33x against bf16, target ratio 1.50",
         "hit rate                - in the last minute, 30.0 % since the start",
+        "  found in              bf16 200, fp8 2800",
         "prompt tokens           - a second, 10000 since the start",
         "generated, first token  start the server with --enable-metrics",
         "",
@@ -101,6 +102,12 @@ def test_rates_are_those_of_the_last_minute():
     assert shown["pages demoted"] == "20 in the last minute, 95 since the start"
     assert shown["tokens evicted"] == "64 in the last minute, 704 since the start"
     assert shown["in tenths, till now"] == "555"
+
+
+def test_the_agreement_guard_is_shown_where_it_is_on():
+    assert "agreement" not in facts(reading())
+    guarded = changed(guard_compared_total=40, guard_agreed_total=39, guard_agreement=0.975, guard_backoffs_total=1)
+    assert facts(reading(stats=guarded))["agreement"] == "97.5 % of the last guarded steps, backed off: 1"
 
 
 def test_times_and_rates_from_metrics():

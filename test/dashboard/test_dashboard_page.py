@@ -33,11 +33,11 @@ def metrics(generated: int, fast: int, slow: int) -> str:
 def test_the_arena_by_format(browser: Browser) -> None:
     wait_live(browser)
     assert browser.rows("formats") == [
-        ["bf16", "16", "1,048,576", "16 MiB", "16.0 %"],
-        ["fp8", "32", "524,288", "16 MiB", "16.0 %"],
-        ["fp4", "64", "262,144", "16 MiB", "16.0 %"],
-        ["not used in slabs", DASH, DASH, "2 MiB", "2.0 %"],
-        ["free", DASH, DASH, "50 MiB", "50.0 %"],
+        ["bf16", "16", "1,048,576", "16 MiB", "16.0 %", "200"],
+        ["fp8", "32", "524,288", "16 MiB", "16.0 %", "2,300"],
+        ["fp4", "64", "262,144", "16 MiB", "16.0 %", "500"],
+        ["not used in slabs", DASH, DASH, "2 MiB", "2.0 %", DASH],
+        ["free", DASH, DASH, "50 MiB", "50.0 %", DASH],
     ]
     classes = browser.run("[...document.querySelectorAll('#map rect')].map(r => r.getAttribute('class'))")
     assert classes == ["f0"] * 40 + ["f1"] * 40 + ["f3"] * 40 + ["waste"] * 5 + ["free"] * 125
@@ -61,6 +61,13 @@ def test_the_numbers_on_top(browser: Browser) -> None:
 def test_counts_of_documents_are_shown_where_the_server_has_them(browser: Browser, server: DashboardServer) -> None:
     server.stats |= {"documents": 2, "pinned_pages": 30, "pinned_bytes": 2**20}
     browser.wait("documents", lambda: facts(browser).get("Pinned documents") == ("2", "30 pages, 1 MiB"))
+
+
+def test_the_agreement_guard_is_shown_where_it_is_on(browser: Browser, server: DashboardServer) -> None:
+    wait_live(browser)
+    assert "Agreement" not in facts(browser)
+    server.stats |= {"guard_compared_total": 40, "guard_agreement": 0.975}
+    browser.wait("agreement", lambda: facts(browser).get("Agreement") == ("97.5 %", "of guarded steps"))
 
 
 def test_demotions_and_evictions(browser: Browser, server: DashboardServer) -> None:

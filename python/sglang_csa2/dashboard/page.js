@@ -161,7 +161,7 @@ function show(reading, load) {
   write($("map-text"), `${bytes(stats.arena_bytes)}, one block is ${bytes(stats.arena_bytes / 250)}: ${filled.join(", ")}.`);
   writeTable($("formats").tBodies[0], parts.map((part) => ({
     className: part.className,
-    cells: [part.name, number(part.pages), number(part.each), bytes(part.bytes), percent(part.bytes / stats.arena_bytes)],
+    cells: [part.name, number(part.pages), number(part.each), bytes(part.bytes), percent(part.bytes / stats.arena_bytes), number((stats.prefix_hit_tokens_by_format || {})[part.name])],
   })));
   drawCharts(parts);
   writeTable($("pressure").tBodies[0], pressure(stats));
@@ -185,6 +185,7 @@ function facts({ stats, hitRate, prompts: asked, generated, ttft50, ttft95 }, lo
     ["Requests", load ? `${number(load.running)} running` : "–", load ? `${number(load.waiting)} waiting` : ""],
   ];
   if (isNumber(stats.documents)) rows.push(["Pinned documents", number(stats.documents), `${number(stats.pinned_pages)} pages, ${bytes(stats.pinned_bytes)}`]);
+  if (stats.guard_compared_total) rows.push(["Agreement", percent(stats.guard_agreement), "of guarded steps"]);
   return rows;
 }
 
