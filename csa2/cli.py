@@ -1,4 +1,4 @@
-"""The `csa2` command: `csa2 demo-model`, `csa2 info`, `csa2 plan`, `csa2 calibrate`, and what other packages add.
+"""The `csa2` command: `csa2 demo-model`, `info`, `plan`, `top`, `calibrate`, and what other packages add.
 
 A command that needs more than this package is an entry point of the group `csa2.commands`: a function that takes the
 subparsers, adds its own and sets `run` on it, a function from the parsed arguments to the exit code.
@@ -75,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     info.set_defaults(run=lambda arguments: _info(arguments.url, arguments.json))
 
     _add_plan(commands)
+    _add_top(commands)
 
     calibrate = commands.add_parser(
         "calibrate",
@@ -122,6 +123,32 @@ def _add_plan(commands: Any) -> None:
     plan.add_argument("--reserve", metavar="SIZE", help="left for activations and runtime (default: an estimate)")
     plan.add_argument("--json", action="store_true", help="print JSON instead of text")
     plan.set_defaults(run=_plan)
+
+
+def _add_top(commands: Any) -> None:
+    top = commands.add_parser(
+        "top",
+        help="watch the cache of a running server in the terminal",
+        description="Show what the cache of a running server holds, again and again, until Ctrl-C. Where the output is no "
+        "terminal, readings follow each other.",
+    )
+    top.add_argument(
+        "--url",
+        default="http://127.0.0.1:30000",
+        help="server started with --kv-compress csa2 (default: %(default)s); its keys are taken from CSA2_API_KEY and "
+        "CSA2_ADMIN_API_KEY",
+    )
+    top.add_argument(
+        "--interval", type=float, default=2.0, metavar="SECONDS", help="between readings (default: %(default)s)"
+    )
+    top.add_argument("--once", action="store_true", help="print one reading and end")
+    top.set_defaults(run=_top)
+
+
+def _top(arguments: argparse.Namespace) -> int:
+    from csa2.top.command import run
+
+    return run(arguments)
 
 
 def _plan(arguments: argparse.Namespace) -> int:

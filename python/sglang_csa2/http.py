@@ -38,6 +38,7 @@ def add_routes(app: Any) -> None:
     """
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
+    from sglang_csa2.dashboard import add_dashboard_route
     from sglang_csa2.document_routes import add_document_routes
 
     if any(getattr(route, "path", None) == STATS_PATH for route in app.routes):
@@ -47,6 +48,7 @@ def add_routes(app: Any) -> None:
     app.add_api_route(STATS_PATH, get_stats, methods=["GET"])
     app.add_api_route(RATIO_PATH, auth_level(AuthLevel.ADMIN_OPTIONAL)(post_ratio), methods=["POST"])
     add_document_routes(app)
+    add_dashboard_route(app)
 
 
 async def get_stats() -> Response:

@@ -196,9 +196,12 @@ def _scheduler_hooks() -> tuple[Hook, ...]:
 
 
 def _launcher_hooks() -> tuple[Hook, ...]:
-    from sglang_csa2 import http
+    from sglang_csa2 import dashboard, http
 
-    return (Hook(f"{HTTP_MODULE}._setup_and_run_http_server", http.before_setup_and_run_http_server, "BEFORE"),)
+    return (
+        Hook(f"{HTTP_MODULE}._setup_and_run_http_server", http.before_setup_and_run_http_server, "BEFORE"),
+        Hook("sglang.srt.utils.auth.add_api_key_middleware", dashboard.after_add_api_key_middleware, "AFTER"),
+    )
 
 
 def _add(hooks: Iterable[Hook]) -> None:

@@ -145,6 +145,7 @@ PARAMETERS = {
         "sglang.lang.tracer.TracingScope.get_current_scope": (),
     },
     "splitting": {"utils.common.get_cpu_ids_by_node": ()},
+    "dashboard": {"utils.auth.add_api_key_middleware": ("app",)},
     "http": {
         "entrypoints.http_server.get_global_state": (),
         "utils.auth.auth_level": ("level",),

@@ -1,0 +1,1 @@
+"""`csa2 top`: what a running server holds, in a terminal. Needs neither torch nor SGLang."""
