@@ -1,5 +1,6 @@
 """What a bug report needs: versions, machine, options, and what a running server reports. Imports no SGLang."""
 
+import http
 import http.client
 import importlib.metadata
 import os
@@ -31,6 +32,7 @@ ISA_FLAGS = {
 DEFAULT_URL = "http://127.0.0.1:30000"
 KEY_VARIABLE = "CSA2_API_KEY"
 """Environment variable with the key of a server that was started with --api-key."""
+STATS_PATH = "/csa2/stats"
 TIMEOUT_SECONDS = 10.0
 Report = dict[str, Any]
 
@@ -97,28 +99,40 @@ def fetch_stats(url: str, timeout: float = TIMEOUT_SECONDS) -> CacheStats:
         OptionError: `url` is not an http address.
         ServerStatsError: no answer, no such route, or an answer of another shape.
     """
-    host = _host(url)
-    address = url.rstrip("/") + "/csa2/stats"
-    request = urllib.request.Request(address)  # noqa: S310 - _host lets http and https pass, nothing else
-    if key := os.environ.get(KEY_VARIABLE):
-        request.add_header("Authorization", f"Bearer {key}")
-    try:
-        with _opener(host).open(request, timeout=timeout) as answer:
-            body = answer.read()
-    except urllib.error.HTTPError as error:
-        raise ServerStatsError(_explain_status(url, error.code)) from error
-    except (OSError, http.client.HTTPException) as error:
-        # URLError and time-outs are both OSError.
-        reason = getattr(error, "reason", None) or error
-        raise ServerStatsError(
-            f"no server answers at {url} ({reason}): check the address, and that the server has finished starting"
-        ) from error
+    address = url.rstrip("/") + STATS_PATH
+    status, body = fetch(url, STATS_PATH, timeout)
+    if status != http.HTTPStatus.OK:
+        raise ServerStatsError(_explain_status(url, status))
     try:
         return msgspec.json.decode(body, type=CacheStats)
     except msgspec.MsgspecError as error:
         raise ServerStatsError(
             f"{address} answers with something that is not the statistics of this version ({error}): use the `csa2` "
             f"command of the environment that runs the server"
+        ) from error
+
+
+def fetch(url: str, path: str, timeout: float = TIMEOUT_SECONDS) -> tuple[int, bytes]:
+    """HTTP status and body of GET `url` + `path`, asked with the key of `CSA2_API_KEY`.
+
+    Raises:
+        OptionError: `url` is not an http address.
+        ServerStatsError: no answer.
+    """
+    host = _host(url)
+    request = urllib.request.Request(url.rstrip("/") + path)  # noqa: S310 - _host lets http and https pass, nothing else
+    if key := os.environ.get(KEY_VARIABLE):
+        request.add_header("Authorization", f"Bearer {key}")
+    try:
+        with _opener(host).open(request, timeout=timeout) as answer:
+            return answer.status, answer.read()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read()
+    except (OSError, http.client.HTTPException) as error:
+        # URLError and time-outs are both OSError.
+        reason = getattr(error, "reason", None) or error
+        raise ServerStatsError(
+            f"no server answers at {url} ({reason}): check the address, and that the server has finished starting"
         ) from error
 
 
