@@ -12,6 +12,8 @@ MANY_EVICTED = 0.1
 FULL = 0.8
 LITTLE_COMPRESSION = 2.0
 LARGE_SHARE = 0.5
+CHUNK_SHARE = 0.2
+"""Of the arena, that a chunk may take."""
 MUCH_WASTE = 0.15
 """Of the arena."""
 MAX_RATIO = 8.0
@@ -70,17 +72,20 @@ def evicted(case: Case) -> Finding | None:
 
 
 def memory_stays_high(case: Case) -> Finding | None:
-    """The arena is full of pages that are hardly compressed."""
-    ratio = case.stats["compression_ratio"]
-    if case.of_arena("used_bytes") < FULL or ratio >= LITTLE_COMPRESSION:
+    """The arena is full of pages that are hardly compressed, in both readings: a prompt in work is so for a while."""
+    if any(
+        reading.stats["used_bytes"] < FULL * reading.stats["arena_bytes"]
+        or reading.stats["compression_ratio"] >= LITTLE_COMPRESSION
+        for reading in (case.first, case.last)
+    ):
         return None
     sizes = case.bytes_by_format
     shares = ", ".join(f"{name} {sizes[name] / sum(sizes.values()):.0%}" for name in sizes if sizes[name])
     return Finding(
         name="memory-not-falling",
         title="The arena is full, and little of it is compressed",
-        seen=f"{case.of_arena('used_bytes'):.0%} of {format_bytes(case.stats['arena_bytes'])} in use, {ratio:.1f} times "
-        f"smaller than bf16; bytes by format: {shares}",
+        seen=f"{case.of_arena('used_bytes'):.0%} of {format_bytes(case.stats['arena_bytes'])} in use, "
+        f"{case.stats['compression_ratio']:.1f} times smaller than bf16; bytes by format: {shares}",
         why=_reason(case),
         fix=_remedies(case),
         anchor="memory-that-rises",
@@ -198,15 +203,26 @@ def _smaller_pages(case: Case) -> tuple[str, ...]:
 
 def _reason(case: Case) -> str:
     largest = _largest_format(case)
-    if largest == "bf16":
+    if largest != "bf16":
         return (
-            f"pages stay as the model wrote them in the newest {case.options['hot_tokens']} tokens and the first "
-            f"{case.options['protect_tokens']} of each request; with short requests that is most of them"
+            f"most bytes are in {largest}: prompts, and pages that several requests used, stay in --csa2-shared-format "
+            f"{case.options['shared_format']} while they can"
+        )
+    if _chunk_share(case) >= LARGE_SHARE:
+        return (
+            f"prompts are written uncompressed, by chunks of up to {case.arguments['chunked_prefill_size']} tokens, and one "
+            f"of them is {_chunk_share(case):.0%} of the arena"
         )
     return (
-        f"most bytes are in {largest}: prompts, and pages that several requests used, stay in --csa2-shared-format "
-        f"{case.options['shared_format']} while they can"
+        f"pages stay as the model wrote them in the newest {case.options['hot_tokens']} tokens and the first "
+        f"{case.options['protect_tokens']} of each request; with short requests that is most of them"
     )
+
+
+def _chunk_share(case: Case) -> float:
+    """Bytes of the longest chunk of a prompt, uncompressed, as a share of the arena."""
+    tokens = case.arguments.get("chunked_prefill_size") or 0
+    return float(tokens * case.stats["page_bytes"]["bf16"] / case.page_size / case.stats["arena_bytes"])
 
 
 def _remedies(case: Case) -> tuple[str, ...]:
@@ -218,7 +234,10 @@ def _remedies(case: Case) -> tuple[str, ...]:
         )
     elif options["ratio"] == "1":
         fixes.append("--csa2-ratio auto instead of 1: old pages then become smaller than 4 bits")
-    if largest == "bf16":
+    if largest == "bf16" and _chunk_share(case) >= LARGE_SHARE:
+        tokens = max(case.page_size, int(case.arguments["chunked_prefill_size"] * CHUNK_SHARE / _chunk_share(case)))
+        fixes.append(f"--chunked-prefill-size {tokens // case.page_size * case.page_size}")
+    elif largest == "bf16":
         hot = max(case.page_size, int(options["hot_tokens"]) // 2)
         fixes.append(f"--csa2-hot-tokens {hot} and --csa2-protect-tokens 0: fewer tokens stay uncompressed")
     elif options["shared_format"] == largest:

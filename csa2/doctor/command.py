@@ -61,7 +61,9 @@ def _facts(case: Case) -> list[str]:
     ]
     if case.loads:
         last = case.loads[-1]
-        facts.append(f"{last.running} requests run, {last.waiting} wait, {last.tokens_per_s:.1f} tokens/s")
+        busy_s = sum(pace.busy_s for pace in case.paces)
+        pace = f", {sum(pace.tokens for pace in case.paces) / busy_s:.1f} tokens/s while busy" if busy_s else ""
+        facts.append(f"{last.running} requests run, {last.waiting} wait{pace}")
     if (first := case.mean("time_to_first_token_seconds")) is not None:
         facts.append(f"first token after {first.value:.2f} s (mean of {first.count} requests)")
     return facts

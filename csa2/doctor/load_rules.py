@@ -1,8 +1,10 @@
 """Findings about speed: the first token, late turns, concurrency. They need SGLang's own numbers."""
 
+from collections.abc import Sequence
+
 from csa2.doctor.finding import Finding
 from csa2.doctor.metrics import Mean
-from csa2.doctor.readings import Case, Load
+from csa2.doctor.readings import Case, Pace
 
 SLOW_FIRST_TOKEN_S = 1.0
 MIN_REQUESTS = 5
@@ -11,6 +13,7 @@ QUEUE_SHARE = 0.5
 """Of the time to the first token."""
 LONG_PROMPT_TOKENS = 1024.0
 MUCH_UNCACHED = 0.5
+MORE_REQUESTS = 1.5
 LESS_THROUGHPUT = 0.9
 
 
@@ -83,22 +86,26 @@ def slow_late_turns(case: Case) -> Finding | None:
 
 def concurrency_costs(case: Case) -> Finding | None:
     """More requests at once, and fewer tokens a second."""
-    busy = [load for load in case.loads if load.running > 0 and load.tokens_per_s > 0]
-    if not busy:
+    paces = [pace for pace in case.paces if pace.busy_s > 0]
+    if not paces:
         return None
-    few, many = min(busy, key=_requests), max(busy, key=_requests)
-    if many.running <= few.running or many.tokens_per_s >= LESS_THROUGHPUT * few.tokens_per_s:
+    least, most = (pick(pace.batch for pace in paces) for pick in (min, max))
+    if most < MORE_REQUESTS * least:
+        return None
+    few = _tokens_per_s([pace for pace in paces if pace.batch**2 <= least * most])
+    many = _tokens_per_s([pace for pace in paces if pace.batch**2 > least * most])
+    if many >= LESS_THROUGHPUT * few:
         return None
     return Finding(
         name="concurrency-lowers-throughput",
         title="More requests at once generate fewer tokens",
-        seen=f"{few.tokens_per_s:.0f} tokens/s with {few.running} running, {many.tokens_per_s:.0f} with {many.running}",
+        seen=f"{few:.0f} tokens/s with about {least:.0f} at once, {many:.0f} with about {most:.0f}",
         why="prefills of arriving prompts stop decoding, or the processor is shared out among too many; beyond the best "
         "concurrency all get slower and none is faster",
         fix=(
-            f"--max-running-requests {few.running}: the others wait, and answers come sooner",
+            f"--max-running-requests {max(1, round(least))}: the others wait, and answers come sooner",
             "--chunked-prefill-size 512 --enable-mixed-chunk: decoding goes on while prompts arrive",
-            "python benchmark/mixed_load.py: measures both on your machine",
+            "python benchmark/mixed_load.py: measures settings of the scheduler on your machine",
         ),
         anchor="throughput-that-drops",
     )
@@ -134,9 +141,7 @@ def _running(case: Case) -> str:
 
 def _limit_reached(case: Case) -> int | None:
     """--max-running-requests, if as many run."""
-    limit = case.arguments.get("max_running_requests")
-    running = max((load.running for load in case.loads), default=0)
-    return int(limit) if limit and running >= limit else None
+    return next((load.limit for load in case.loads if load.limit and load.running >= load.limit), None)
 
 
 def _why_they_wait(case: Case) -> str:
@@ -160,8 +165,8 @@ def _let_more_run(case: Case, retracting: bool = False) -> tuple[str, ...]:
     return tuple(fixes)
 
 
-def _requests(load: Load) -> int:
-    return load.running
+def _tokens_per_s(paces: Sequence[Pace]) -> float:
+    return sum(pace.tokens for pace in paces) / sum(pace.busy_s for pace in paces)
 
 
 RULES = (queueing, slow_prefill, slow_late_turns, concurrency_costs, retractions)

@@ -1,6 +1,7 @@
 """What the doctor knows of a server: two readings of its numbers, how it was started, what lies beside it."""
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from csa2.doctor.metrics import Mean, Metrics, histogram_mean
@@ -12,13 +13,20 @@ Json = dict[str, Any]
 class Load:
     """One reading of /v1/loads, all ranks together."""
 
-    running: int
-    waiting: int
-    retracted: int
+    running: int = 0
+    waiting: int = 0
+    retracted: int = 0
     """Requests that lost their pages and wait to get some again."""
-    tokens_per_s: float
-    """Generated, over the last steps that SGLang counted."""
-    used_tokens: int
+    limit: int = 0
+    """Requests that may run at once."""
+    steps: float = 0.0
+    """Decode steps since the start, those that SGLang times."""
+    batch_sum: float = 0.0
+    """Requests of these steps, added up."""
+    tokens: float = 0.0
+    """Tokens generated in them."""
+    busy_us: float = 0.0
+    """Time of them and of all prefills."""
 
     @classmethod
     def of(cls, answer: Json) -> "Load":
@@ -29,13 +37,29 @@ class Load:
             return sum(load.get(name) or 0 for load in loads)
 
         queues = [load.get("queues") or {} for load in loads]
+        # UPSTREAM(sglang 0.5.23: sums over decode steps of 1, batch, microseconds, batch^2, batch x microseconds, tokens)
+        moments = [load.get("decode_moments") or [0.0] * 6 for load in loads]
         return cls(
             running=total("num_running_reqs"),
             waiting=total("num_waiting_reqs"),
             retracted=sum(queue.get("retracted") or 0 for queue in queues),
-            tokens_per_s=float(total("gen_throughput")),
-            used_tokens=total("num_used_tokens"),
+            limit=total("max_running_requests"),
+            steps=sum(moment[0] for moment in moments),
+            batch_sum=sum(moment[1] for moment in moments),
+            tokens=sum(moment[5] for moment in moments),
+            busy_us=sum(moment[2] for moment in moments) + total("total_prefill_busy_us"),
         )
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How fast tokens were generated between two readings."""
+
+    batch: float
+    """Requests in a decode step, on average."""
+    tokens: float
+    busy_s: float
+    """Time of decode steps and prefills; idle time left out."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +114,24 @@ class Case:
     def of_arena(self, name: str) -> float:
         """Bytes of that field of the statistics as a share of the arena."""
         return float(self.stats[name] / self.stats["arena_bytes"])
+
+    @property
+    def paces(self) -> list[Pace]:
+        """Of each pair of successive readings in which tokens were generated.
+
+        None with mixed chunks: SGLang counts no tokens of their steps.
+        """
+        if self.arguments.get("enable_mixed_chunk"):
+            return []
+        pairs = [(before, after) for before, after in pairwise(self.loads) if after.steps > before.steps]
+        return [
+            Pace(
+                batch=(after.batch_sum - before.batch_sum) / (after.steps - before.steps),
+                tokens=after.tokens - before.tokens,
+                busy_s=(after.busy_us - before.busy_us) / 1e6,
+            )
+            for before, after in pairs
+        ]
 
     def mean(self, histogram: str, least: int = 1, **labels: str) -> Mean | None:
         """Mean of one of SGLang's histograms between the readings, or since the start; None if it has too few values."""

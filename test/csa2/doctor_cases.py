@@ -36,17 +36,20 @@ def stats(options=None, **changes):
     } | changes
 
 
-def case(*, metrics=("", ""), loads=(), arguments=None, options=None, documents=(), calibration_fault=None, **changes):
+def case(
+    *, before=None, metrics=("", ""), loads=(), arguments=None, options=None, documents=(), calibration_fault=None, **changes
+):
     """A case of one server.
 
     Args:
+        before: changes of the statistics in the first reading; None: the same as in the last one.
         metrics: Prometheus text of both readings.
-        changes: of the statistics.
+        changes: of the statistics in the last reading.
     """
     last = stats(options, **changes)
     first, second = (Metrics(text) if text else None for text in metrics)
     return Case(
-        first=Reading(last, first),
+        first=Reading(last if before is None else stats(options, **before), first),
         last=Reading(last, second),
         seconds=5.0,
         loads=tuple(loads),
@@ -56,8 +59,25 @@ def case(*, metrics=("", ""), loads=(), arguments=None, options=None, documents=
     )
 
 
-def load(running, waiting=0, tokens_per_s=100.0, retracted=0):
-    return Load(running=running, waiting=waiting, retracted=retracted, tokens_per_s=tokens_per_s, used_tokens=0)
+def load(running, waiting=0, retracted=0, limit=4096):
+    return Load(running=running, waiting=waiting, retracted=retracted, limit=limit)
+
+
+def decoding(*phases):
+    """Readings of a server one second apart: each phase is (requests in a step, tokens per second)."""
+    loads = [Load()]
+    for batch, rate in phases:
+        last = loads[-1]
+        steps = rate / batch
+        done = Load(
+            running=batch,
+            steps=last.steps + steps,
+            batch_sum=last.batch_sum + batch * steps,
+            tokens=last.tokens + rate,
+            busy_us=last.busy_us + 1e6,
+        )
+        loads.append(done)
+    return loads
 
 
 def histogram(name, mean, count):

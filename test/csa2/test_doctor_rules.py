@@ -4,10 +4,11 @@ import re
 from pathlib import Path
 
 import pytest
-from doctor_cases import case, histogram, load
+from doctor_cases import case, decoding, histogram, load
 
 from csa2.doctor.command import RULES, find
 from csa2.doctor.metrics import Metrics, histogram_mean
+from csa2.doctor.readings import Load
 
 DOCS = Path(__file__).parents[2] / "docs"
 SLOW = histogram("time_to_first_token_seconds", 4.0, 10)
@@ -32,7 +33,7 @@ CASES = {
     "queueing": {"metrics": ("", SLOW + histogram("queue_time_seconds", 3.0, 10)), "loads": [load(4)]},
     "slow-prefill": {"metrics": ("", SLOW + histogram("queue_time_seconds", 0.5, 10))},
     "slow-late-turns": {"metrics": ("", LONG_PROMPTS + histogram("uncached_prompt_tokens_histogram", 2000, 10))},
-    "concurrency-lowers-throughput": {"loads": [load(2, tokens_per_s=100), load(16, tokens_per_s=60)]},
+    "concurrency-lowers-throughput": {"loads": decoding((2, 100), (16, 60))},
     "retractions": {"loads": [load(4, retracted=2)]},
     "reference-implementation": {"options": {"impl": "reference", "impl_detail": "no compiler: c++ is not there"}},
     "mismatched-calibration": {"calibration_fault": "it was made for another model"},
@@ -43,7 +44,7 @@ CASES = {
 def test_a_healthy_server_has_no_findings():
     metrics = histogram("time_to_first_token_seconds", 0.2, 100) + histogram("queue_time_seconds", 0.15, 100)
     metrics += histogram("prompt_tokens_histogram", 3000, 100) + histogram("uncached_prompt_tokens_histogram", 200, 100)
-    loads = [load(2, tokens_per_s=50), load(8, waiting=1, tokens_per_s=180), load(4, tokens_per_s=0)]
+    loads = decoding((2, 50), (8, 180), (4, 100), (8, 175))
     assert find(case(metrics=(metrics, metrics), loads=loads)) == []
 
 
@@ -55,7 +56,7 @@ def test_an_idle_server_has_no_findings():
         "prompt_tokens_total": 0,
         "prefix_hit_tokens_total": 0,
     }
-    assert find(case(loads=[load(0, tokens_per_s=0)], **new)) == []
+    assert find(case(loads=[load(0), load(0)], **new)) == []
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -100,7 +101,7 @@ def test_a_queue_that_empties_is_none():
 
 
 def test_a_queue_because_of_the_limit_names_the_limit():
-    (finding,) = find(case(arguments={"max_running_requests": 3}, loads=[load(3, waiting=2)]))
+    (finding,) = find(case(loads=[load(3, waiting=2, limit=3)]))
     assert "--max-running-requests 3" in finding.why
     assert finding.fix[0] == "a larger --max-running-requests than 3"
 
@@ -117,6 +118,30 @@ def test_means_are_those_between_the_readings_where_there_are_enough():
     assert find(case(metrics=(before + queue, after + queue))) == []
     assert [f.name for f in find(case(metrics=(before + queue, slow + queue)))] == ["slow-prefill"]
     assert histogram_mean("sglang:time_to_first_token_seconds", Metrics(fast), least=11) is None
+
+
+def test_throughput_is_compared_over_all_readings_of_few_and_of_many_requests():
+    steady = decoding((4, 100), (5, 60), (4, 100), (4, 100))
+    assert find(case(loads=steady)) == [], "nearly as many requests: other things differ"
+    (finding,) = find(case(loads=decoding((4, 120), (4, 80), (12, 50), (16, 70))))
+    assert finding.seen == "100 tokens/s with about 4 at once, 60 with about 16"
+    assert finding.fix[0].startswith("--max-running-requests 4")
+    assert find(case(loads=decoding((4, 120), (16, 60)), arguments={"enable_mixed_chunk": True})) == []
+
+
+def test_prefills_count_as_time_in_which_nothing_was_generated():
+    few, many = decoding((2, 50))[1], decoding((2, 50), (8, 200))[2]
+    slowed = Load(**{**many.__dict__, "busy_us": many.busy_us + 8e6})
+    (finding,) = find(case(loads=[Load(), few, slowed]))
+    assert finding.seen == "50 tokens/s with about 2 at once, 22 with about 8"
+
+
+def test_a_prompt_in_work_is_no_memory_that_stays():
+    full = {"used_bytes": 950_000, "slab_bytes": 960_000, "compression_ratio": 1.1, "pages": {"bf16": 950}}
+    assert find(case(before={}, **full)) == []
+    (finding,) = find(case(arguments={"page_size": 64, "chunked_prefill_size": 51200}, **full))
+    assert "by chunks of up to 51200 tokens, and one of them is 80% of the arena" in finding.why
+    assert finding.fix[0] == "--chunked-prefill-size 12800"
 
 
 def test_retractions_are_counted_between_the_readings():
