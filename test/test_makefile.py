@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-GOALS = ("help", "setup", "serve", "test", "asan", "check", "docs", "dist", "format", "clean")
+GOALS = ("help", "setup", "serve", "test", "asan", "bench", "check", "docs", "dist", "format", "clean")
 
 # Plays $VENV/bin/python. Its answers lie in files beside it: pip.log and pip.code, cuda (there is one), version.
 FAKE_PYTHON = """#!/bin/bash
