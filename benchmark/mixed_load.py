@@ -1,6 +1,6 @@
 """How long do short prompts wait while long ones arrive? Settings of the scheduler side by side, compressed pages in all.
 
-    OMP_NUM_THREADS=1 python benchmark/mixed_load.py                                   # about 3 minutes
+    OMP_NUM_THREADS=1 python benchmark/mixed_load.py                                   # about 5 minutes
     OMP_NUM_THREADS=1 python benchmark/mixed_load.py --sides default priorities shortest --shorts 40 --json rows.json
 
 `--longs` clients each send a prompt of `--long-tokens` tokens, and the next one when it is answered, so there is always one

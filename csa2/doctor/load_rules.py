@@ -15,6 +15,10 @@ LONG_PROMPT_TOKENS = 1024.0
 MUCH_UNCACHED = 0.5
 MORE_REQUESTS = 1.5
 LESS_THROUGHPUT = 0.9
+SHORT_FIRST = (
+    "if short prompts wait behind long ones: --schedule-policy shortest-prefill-first --chunked-prefill-size 512 "
+    "--enable-mixed-chunk"
+)
 
 
 def queueing(case: Case) -> Finding | None:
@@ -53,7 +57,7 @@ def slow_prefill(case: Case) -> Finding | None:
         why="what is not found in the cache is computed before the first token, and other prompts of the batch with it",
         fix=(
             "find more of it: pin documents (POST /csa2/documents), shared text first; csa2 doctor --prompts FILE",
-            "a smaller --chunked-prefill-size and --enable-mixed-chunk, if short prompts wait behind long ones",
+            SHORT_FIRST,
             "compiled code: csa2 info --url URL shows impl",
         ),
         anchor="slow-first-token",
@@ -161,7 +165,7 @@ def _let_more_run(case: Case, retracting: bool = False) -> tuple[str, ...]:
     if retracting:
         fixes.append("fewer at once: a smaller --max-running-requests, or a larger --schedule-conservativeness")
     else:
-        fixes.append("short prompts first: --chunked-prefill-size 512 --enable-mixed-chunk, or --enable-priority-scheduling")
+        fixes.append(SHORT_FIRST)
     return tuple(fixes)
 
 
