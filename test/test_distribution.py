@@ -65,6 +65,25 @@ def test_the_wheel_says_what_it_is(distributions):
         assert f"[{group}]" in entry_points
 
 
+def test_the_wheel_works_without_the_checkout(distributions, tmp_path, clean_env):
+    with zipfile.ZipFile(distributions[1]) as wheel:
+        wheel.extractall(tmp_path / "site")
+    code = "import csa2.cli, sgl_kernels.cpu, sys; print(csa2.__file__); sys.exit(csa2.cli.main(['doctor', '--url', 'x']))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=clean_env | {"PYTHONPATH": str(tmp_path / "site")},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.stdout.startswith(str(tmp_path / "site")), done.stderr
+    assert (done.returncode, done.stderr) == (
+        2,
+        "csa2 doctor failed: --url 'x' is not an address: write it like http://127.0.0.1:30000\n",
+    )
+
+
 def test_the_source_distribution_can_be_tested_and_read(distributions):
     for name in ("LICENSE", "README.md", "CHANGELOG.md", "requirements.lock", "Makefile", "mkdocs.yml", "test/conftest.py"):
         assert (distributions[0] / name).is_file(), name
