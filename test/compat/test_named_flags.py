@@ -8,7 +8,10 @@ from sglang.srt.server_args import ServerArgs
 
 ROOT = Path(__file__).parents[2]
 PLACES = (ROOT / "docs" / "troubleshooting.md", *sorted((ROOT / "csa2" / "doctor").glob("*_rules.py")))
-OWN = "".join((ROOT / name).read_text() for name in ("docs/options.md", "csa2/cli.py", "python/sglang_csa2/check.py"))
+OWN = "".join(
+    (ROOT / name).read_text()
+    for name in ("docs/options.md", "csa2/cli.py", "python/sglang_csa2/check.py", "benchmark/mixed_load.py")
+)
 
 
 @pytest.mark.parametrize("place", PLACES, ids=lambda path: path.stem)
