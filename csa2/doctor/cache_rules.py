@@ -130,16 +130,16 @@ def failed_documents(case: Case) -> Finding | None:
 
 
 def fragmented(case: Case) -> Finding | None:
-    """Slabs in use hold much less than they could."""
+    """Slabs in use hold much less than they could, and something was evicted: sparse slabs are emptied when memory asks."""
     waste = case.of_arena("slab_bytes") - case.of_arena("used_bytes")
-    if waste < MUCH_WASTE or case.of_arena("slab_bytes") < FULL:
+    if waste < MUCH_WASTE or case.of_arena("slab_bytes") < FULL or not case.stats["evicted_tokens_total"]:
         return None
     formats = [name for name, count in case.stats["pages"].items() if count]
     return Finding(
         name="fragmentation",
         title="Part of the arena lies in slabs that are not full",
         seen=f"{case.of_arena('slab_bytes'):.0%} of the arena is in slabs, {case.of_arena('used_bytes'):.0%} in pages; "
-        f"formats in use: {', '.join(formats)}",
+        f"formats in use: {', '.join(formats)}; {case.stats['evicted_tokens_total']} tokens were evicted",
         why="a slab holds pages of one format; up to one slab of each can be part empty, which is much of a small arena",
         fix=(
             "a larger --csa2-arena-size: the waste does not grow with it",

@@ -58,7 +58,7 @@ def slow_prefill(case: Case) -> Finding | None:
         fix=(
             "find more of it: pin documents (POST /csa2/documents), shared text first; csa2 doctor --prompts FILE",
             SHORT_FIRST,
-            "compiled code: csa2 info --url URL shows impl",
+            *(("compiled code instead of the reference",) if case.options["impl"] == "reference" else ()),
         ),
         anchor="slow-first-token",
     )

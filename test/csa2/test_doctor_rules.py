@@ -22,7 +22,7 @@ CASES = {
     "memory-not-falling": {"used_bytes": 950_000, "slab_bytes": 960_000, "compression_ratio": 1.2, "pages": {"bf16": 950}},
     "pinned-documents": {"documents": [DOCUMENT]},
     "failed-documents": {"documents": [DOCUMENT | {"state": "failed", "bytes": 0, "message": "aborted"}]},
-    "fragmentation": {"used_bytes": 600_000, "slab_bytes": 900_000},
+    "fragmentation": {"used_bytes": 600_000, "slab_bytes": 900_000, "evicted_tokens_total": 64},
     "ratio-at-its-end": {"target_ratio": 8.0, "live_bytes": 900_000},
     "low-agreement": {
         "options": {"guard_min": 0.9},
@@ -137,6 +137,10 @@ def test_retractions_are_counted_between_the_readings():
     (finding,) = find(case(metrics=(text % 3, text % 8)))
     assert finding.seen.startswith("5 retracted in 5 s")
     assert find(case(metrics=(text % 3, text % 3))) == []
+
+
+def test_sparse_slabs_are_no_fault_while_nothing_is_evicted():
+    assert find(case(used_bytes=600_000, slab_bytes=900_000)) == []
 
 
 def test_few_prompts_say_nothing_about_hits():
