@@ -9,11 +9,13 @@ ARGS ?=
 export VENV PORT HOST PYTHON
 
 BIN = $(VENV)/bin
+# Its notice is about a later mkdocs, and requirements.lock pins this one.
+SITE = NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 # $(call or_say,STEP,HOW TO FIX): after a command; one line when it fails. No commas or quotes in the text.
 or_say = || { echo '$(1) failed: $(2)' >&2; exit 1; }
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test asan bench check format clean
+.PHONY: help setup serve test asan bench check docs dist format clean
 
 help: ## List the goals
 	@echo 'Goals of make:'
@@ -44,6 +46,13 @@ check: setup ## Lint, format, types and generated documents
 	@echo 'check: mypy' && $(BIN)/mypy $(call or_say,check,mypy found the faults above)
 	@echo 'check: docs/options.md' && $(BIN)/python -m sglang_csa2.options_doc --check docs/options.md \
 		$(call or_say,check,docs/options.md is not what the options say; run python -m sglang_csa2.options_doc docs/options.md)
+	@echo 'check: documentation site' && $(SITE) --quiet $(call or_say,check,mkdocs found the faults above)
+
+docs: setup ## Build the documentation site into build/site
+	@$(SITE) $(call or_say,docs,mkdocs found the faults above)
+
+dist: setup ## Build wheel and source distribution into dist
+	@$(BIN)/python -m build --no-isolation $(call or_say,dist,see the end of the log above)
 
 format: setup ## Format the code
 	@$(BIN)/ruff format .

@@ -1,4 +1,8 @@
+<<<<<<< HEAD
 """The `csa2` command: `csa2 demo-model`, `info`, `plan`, `top`, `calibrate`, and what other packages add.
+=======
+"""The `csa2` command: demo-model, info, plan, doctor, calibrate, and what other packages add.
+>>>>>>> doctor
 
 A command that needs more than this package is an entry point of the group `csa2.commands`: a function that takes the
 subparsers, adds its own and sets `run` on it, a function from the parsed arguments to the exit code.
@@ -25,8 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; `argv` defaults to the command line.
 
     Returns:
-        0, or 1 with one line on the error stream; `csa2 check` says more by its code. Bad usage exits with 2, through
-        argparse.
+        0, or 1 with one line on the error stream; `csa2 check` and `csa2 doctor` say more by their
+        codes. Bad usage exits with 2, through argparse.
     """
     arguments = _parser().parse_args(argv)
     try:
@@ -75,7 +79,11 @@ def _parser() -> argparse.ArgumentParser:
     info.set_defaults(run=lambda arguments: _info(arguments.url, arguments.json))
 
     _add_plan(commands)
+<<<<<<< HEAD
     _add_top(commands)
+=======
+    _add_doctor(commands)
+>>>>>>> doctor
 
     calibrate = commands.add_parser(
         "calibrate",
@@ -155,6 +163,43 @@ def _plan(arguments: argparse.Namespace) -> int:
     from csa2.plan.command import answer
 
     text, code = answer(arguments)
+    print(text)
+    return code
+
+
+def _add_doctor(commands: Any) -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="look at a running server and name likely causes of what is wrong",
+        description="Read a server some seconds apart and print what is likely to cost memory, speed or quality, why, and "
+        "what to do. Exits with 0 when nothing stands out, 1 with findings, 2 when it cannot look.",
+    )
+    doctor.add_argument(
+        "--url",
+        default="http://127.0.0.1:30000",
+        metavar="URL",
+        help="server, started with --kv-compress csa2; its key in CSA2_API_KEY (default: %(default)s)",
+    )
+    doctor.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help="some prompts that were sent, one a line, as text or JSON: shows where they first differ",
+    )
+    doctor.add_argument("--model", metavar="DIR", help="tokenizer for --prompts (default: the model of the server)")
+    doctor.add_argument("--seconds", type=float, default=5.0, help="how long to look (default: %(default)s)")
+    doctor.add_argument("--json", action="store_true", help="print JSON instead of text")
+    doctor.set_defaults(run=_doctor)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from csa2.doctor.command import answer
+
+    try:
+        text, code = answer(arguments)
+    except Csa2Error as error:
+        print(f"csa2 doctor failed: {error}", file=sys.stderr)
+        return 2
     print(text)
     return code
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-GOALS = ("help", "setup", "serve", "test", "asan", "check", "format", "clean")
+GOALS = ("help", "setup", "serve", "test", "asan", "bench", "check", "docs", "dist", "format", "clean")
 
 # Plays $VENV/bin/python. Its answers lie in files beside it: pip.log and pip.code, cuda (there is one), version.
 FAKE_PYTHON = """#!/bin/bash
@@ -272,11 +272,12 @@ def test_check_runs_every_tool_and_names_the_one_that_fails(checkout):
     checkout.script("ruff", tool)
     checkout.script("mypy", tool)
     assert checkout.make("check").returncode == 0
-    assert checkout.calls()[-4:] == [
+    assert checkout.calls()[-5:] == [
         "ruff check .",
         "ruff format --check .",
         "mypy ",
         "-m sglang_csa2.options_doc --check docs/options.md",
+        "-m mkdocs build --strict --quiet",
     ]
     checkout.script("mypy", "#!/bin/sh\nexit 1\n")
     assert checkout.failure("check") == "check failed: mypy found the faults above"

@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "benchmark" / "recipes").glob("*.sh"))
-PAGES = ("docs/performance.md",)
+PAGES = ("docs/performance.md", "docs/troubleshooting.md")
 
 
 def flat(text: str) -> str:
