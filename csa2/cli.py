@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""The `csa2` command: `csa2 demo-model`, `info`, `plan`, `top`, `calibrate`, and what other packages add.
-=======
-"""The `csa2` command: demo-model, info, plan, doctor, calibrate, and what other packages add.
->>>>>>> doctor
+"""The `csa2` command: `csa2 demo-model`, `info`, `plan`, `top`, `doctor`, `calibrate`, and what other packages add.
 
 A command that needs more than this package is an entry point of the group `csa2.commands`: a function that takes the
 subparsers, adds its own and sets `run` on it, a function from the parsed arguments to the exit code.
@@ -79,11 +75,8 @@ def _parser() -> argparse.ArgumentParser:
     info.set_defaults(run=lambda arguments: _info(arguments.url, arguments.json))
 
     _add_plan(commands)
-<<<<<<< HEAD
     _add_top(commands)
-=======
     _add_doctor(commands)
->>>>>>> doctor
 
     calibrate = commands.add_parser(
         "calibrate",
