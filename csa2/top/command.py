@@ -91,7 +91,7 @@ def _draw(out: TextIO, url: str, readings: Readings, note: str, colours: bool) -
 def _read(url: str, readings: Readings) -> str:
     """Ask again; what is to be told if there is no answer."""
     try:
-        readings.add(take_reading(url))
+        readings.add(take_reading(url, readings.last))
     except ServerStatsError as error:
         return f"{error}. Trying again."
     return ""

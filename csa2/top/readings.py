@@ -4,7 +4,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -15,6 +15,8 @@ from csa2.top.metrics_text import Load, quantile
 
 ADMIN_KEY_VARIABLE = "CSA2_ADMIN_API_KEY"
 """Environment variable with the key of a server that was started with --admin-api-key."""
+SLOW_S = 10.0
+"""Metrics and documents are asked for once in that time: to collect them takes the server longer than its statistics."""
 WINDOW_S = 60.0
 """Rates are those of the last minute."""
 
@@ -36,19 +38,27 @@ class Reading:
     documents: tuple[DocumentView, ...]
     documents_note: str
     """Why there are none."""
+    slow_time_s: float
+    """When load and documents were read."""
 
 
-def take_reading(url: str) -> Reading:
+def take_reading(url: str, before: Reading | None = None) -> Reading:
     """Ask the server at `url`.
+
+    Args:
+        before: the last reading; load and documents are taken from it while they are new enough.
 
     Raises:
         OptionError: `url` is no address.
         ServerStatsError: no answer, or no statistics.
     """
     stats = fetch_stats(url)
+    now = time.monotonic()
+    if before is not None and now - before.slow_time_s < SLOW_S:
+        return replace(before, time_s=now, stats=stats)
     load, load_note = _load(url)
     documents, documents_note = _documents(url)
-    return Reading(time.monotonic(), stats, load, load_note, documents, documents_note)
+    return Reading(now, stats, load, load_note, documents, documents_note, now)
 
 
 def _load(url: str) -> tuple[Load | None, str]:
@@ -109,7 +119,7 @@ class Readings:
         first, last = self._loads()
         if first is None or last is None or last.load is None or first.load is None:
             return None
-        return max(0.0, last.load.generated_tokens - first.load.generated_tokens) / (last.time_s - first.time_s)
+        return max(0.0, last.load.generated_tokens - first.load.generated_tokens) / (last.slow_time_s - first.slow_time_s)
 
     def ttft_s(self, share: float) -> float | None:
         """Quantile of the time to first token: of the last minute, or since the start while there is one reading."""
@@ -121,4 +131,6 @@ class Readings:
     def _loads(self) -> tuple[Reading | None, Reading | None]:
         """First and last reading with a load; None for the first where there is one only."""
         found = [reading for reading in self._all if reading.load is not None]
-        return (found[0] if len(found) > 1 else None), (found[-1] if found else None)
+        if not found or found[0].slow_time_s == found[-1].slow_time_s:
+            return None, (found[-1] if found else None)
+        return found[0], found[-1]

@@ -21,6 +21,7 @@ import pytest
 from top_samples import MANUAL, METRICS, STATS
 
 from csa2.cli import main
+from csa2.top.readings import take_reading
 
 
 class _Server(ThreadingHTTPServer):
@@ -70,6 +71,20 @@ def test_once_prints_one_reading(server, capsys):
     assert out.splitlines()[0] == f"csa2 top  {server.url}/"
     assert "tokens held             7168 of 25600" in out
     assert [path for path, _ in server.asked] == ["/csa2/stats", "/metrics", "/csa2/documents"]
+
+
+def test_metrics_and_documents_are_asked_for_less_often(server, monkeypatch):
+    clock = iter([0.0, 2.0, 9.9, 10.0])
+    monkeypatch.setattr("csa2.top.readings.time.monotonic", lambda: next(clock))
+    server.answers["/metrics"] = (200, METRICS.encode())
+    reading = None
+    for expected in (1, 1, 1, 2):
+        reading = take_reading(server.url, reading)
+        assert reading.load.running == 3
+        assert sum(path == "/metrics" for path, _ in server.asked) == expected
+        assert sum(path == "/csa2/documents" for path, _ in server.asked) == expected
+    assert sum(path == "/csa2/stats" for path, _ in server.asked) == 4
+    assert (reading.time_s, reading.slow_time_s) == (10.0, 10.0)
 
 
 def test_once_with_metrics(server, capsys):

@@ -10,7 +10,7 @@ from csa2.top.screen import Span, arena_parts, bar, lines, paint
 
 
 def reading(time_s=0.0, stats=STATS, load=None, documents=()):
-    return Reading(time_s, stats, load, "start the server with --enable-metrics", tuple(documents), "none")
+    return Reading(time_s, stats, load, "start the server with --enable-metrics", tuple(documents), "none", time_s)
 
 
 def changed(**fields):

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -20,7 +21,7 @@ STATS: dict[str, Any] = {
     "target_ratio": 1.5,
     "live_bytes": 20 * 2**20,
     "metadata_fraction": 0.03,
-    "demotions_total": {"bf16->fp8": 5, "bf16->fp4": 70, "fp8->fp4": 3},
+    "demotions_total": {"bf16->fp8": 5, "bf16->fp4": 70, "fp8->fp4": 3, "fp4->csa2-2x": 0},
     "compactions_total": 2,
     "evicted_tokens_total": 640,
     "prefix_hit_tokens_total": 3000,
@@ -73,6 +74,11 @@ class DashboardServer(ThreadingHTTPServer):
         self.shutdown()
         self._thread.join()
         self.server_close()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A tab that went away while it was answered is no error."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
     def count(self, path: str) -> int:
         """How often `path` was asked for."""

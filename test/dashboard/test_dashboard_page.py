@@ -178,6 +178,15 @@ def test_text_of_the_server_is_no_markup(browser: Browser, server: DashboardServ
     assert "owned" not in browser.run("document.title")
 
 
+def test_a_server_started_again_with_other_formats(browser: Browser, server: DashboardServer) -> None:
+    wait_live(browser)
+    server.stats |= {"pages": {"bf16": 4}, "used_bytes": 4 * 2**20, "slab_bytes": 4 * 2**20}
+    browser.wait("formats", lambda: [row[0] for row in browser.rows("formats")] == ["bf16", "not used in slabs", "free"])
+    browser.wait("curve", lambda: browser.text("#c-arena-text").startswith("bf16 4 MiB to 16 MiB, not used"))
+    assert browser.run("document.querySelectorAll('#charts > section').length") == 5
+    assert browser.run("document.querySelector('#charts > section h2').id") == "c-arena"
+
+
 def test_a_server_that_fails_is_told_and_asked_again(browser: Browser, server: DashboardServer) -> None:
     wait_live(browser)
     server.status = 503

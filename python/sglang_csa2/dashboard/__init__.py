@@ -84,7 +84,9 @@ class OpenPage:
 
 
 def _read(name: str) -> str:
-    return (_FOLDER / name).read_text(encoding="utf-8")
+    """A file of the page, without indentation: no text of it spans lines."""
+    lines = (_FOLDER / name).read_text(encoding="utf-8").splitlines()
+    return "".join(line.lstrip() + "\n" for line in lines)
 
 
 def _style() -> str:

@@ -200,11 +200,16 @@ function writeNow(rows) {
 }
 
 function drawCharts(parts) {
-  charts[0] ??= new Chart("c-arena", "Arena over time", parts.map((part, i) => (
-    { name: part.name, className: part.className, of: (r) => r.parts[i].bytes }
-  )), { stacked: true, top: (r) => r.stats.arena_bytes, show: bytes });
+  const names = String(parts.map((part) => part.name));
+  if (charts[0] && charts[0].names !== names) { // the server was started again with other formats
+    charts[0].section.remove();
+    charts[0] = null;
+  }
+  charts[0] ??= Object.assign(new Chart("c-arena", "Arena over time", parts.map((part) => (
+    { name: part.name, className: part.className, of: (r) => r.parts.find((other) => other.name === part.name)?.bytes }
+  )), { stacked: true, top: (r) => r.stats.arena_bytes, show: bytes }), { names });
   for (const chart of charts) {
-    if (!chart.section.isConnected) $("charts").append(chart.section);
+    if (!chart.section.isConnected) chart === charts[0] ? $("charts").prepend(chart.section) : $("charts").append(chart.section);
     chart.draw(past.all);
   }
 }
@@ -214,7 +219,7 @@ function pressure(stats) {
   const row = (name, count) => ({ cells: [name, number(before && count(stats) - count(before)), number(count(stats))] });
   return [
     row("Pages demoted", (s) => sum(s.demotions_total)),
-    ...Object.keys(stats.demotions_total).map((step) => row(step.replace("->", " to "), (s) => s.demotions_total[step] || 0)),
+    ...Object.keys(stats.demotions_total).filter((step) => stats.demotions_total[step]).map((step) => row(step.replace("->", " to "), (s) => s.demotions_total[step] || 0)),
     row("Tokens evicted", (s) => s.evicted_tokens_total),
     row("Pages moved to empty slabs", (s) => s.compactions_total),
   ];
