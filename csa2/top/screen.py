@@ -145,9 +145,13 @@ def _pressure_lines(readings: Readings, stats: CacheStats) -> list[Line]:
 
 
 def _document_lines(reading: Reading) -> list[Line]:
-    if not reading.documents:
+    stats = reading.stats
+    if not reading.documents and not stats.documents:
         return [_fact("pinned documents", reading.documents_note)]
-    rows = [_fact("pinned documents", str(len(reading.documents)))]
+    note = "" if reading.documents else f"; {reading.documents_note}"
+    rows = [
+        _fact("pinned documents", f"{stats.documents}, {stats.pinned_pages} pages, {format_bytes(stats.pinned_bytes)}{note}")
+    ]
     for one in reading.documents:
         formats = _counts(one.formats)
         state = one.state if not one.message else f"{one.state}: {one.message}"

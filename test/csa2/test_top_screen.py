@@ -59,7 +59,8 @@ def test_quantiles_follow_prometheus(before, after, share, expected):
 
 
 def test_the_screen_of_one_reading():
-    assert screen(reading(documents=[MANUAL])) == [
+    pinned = changed(documents=1, pinned_pages=20, pinned_bytes=11 * MIB)
+    assert screen(reading(stats=pinned, documents=[MANUAL])) == [
         "csa2 top  http://server",
         "",
         "#" * 12 + "8" * 12 + "4" * 12 + "-" + "." * 43,
@@ -84,7 +85,7 @@ def test_the_screen_of_one_reading():
         "tokens evicted          - in the last minute, 640 since the start",
         "pages moved             - in the last minute, 2 since the start",
         "",
-        "pinned documents        1",
+        "pinned documents        1, 20 pages, 11 MiB",
         "  manual                1280 tokens, 11 MiB, 7 hits, resident (bf16 1, fp8 19)",
     ]
 
@@ -148,6 +149,11 @@ def test_lines_are_cut_and_do_not_command_the_terminal():
     text = "".join(screen(reading(documents=[nasty]), width=200))
     assert text.isprintable()
     assert "?[2J???no room" in text
+
+
+def test_documents_are_counted_where_they_cannot_be_listed():
+    pinned = reading(stats=changed(documents=1, pinned_pages=20, pinned_bytes=11 * MIB))
+    assert facts(pinned)["pinned documents"] == "1, 20 pages, 11 MiB; none"
 
 
 def test_colours_only_repeat_what_letters_say():
