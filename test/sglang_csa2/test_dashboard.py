@@ -116,6 +116,21 @@ def test_only_reading_is_served_without_a_key() -> None:
         assert client.request(method, "/csa2/dashboard").status_code == 401
 
 
+def test_the_hook_of_the_launcher_serves_the_page_without_a_key() -> None:
+    """As the launcher does: hooks of the plugin, then the import and the call of SGLang's `_setup_and_run_http_server`."""
+    from sglang.srt.utils import auth
+
+    from sglang_csa2 import plugin
+
+    plugin._apply(hook for hook in plugin._launcher_hooks() if hook.function is dashboard.after_add_api_key_middleware)
+    app = FastAPI()
+    http.add_routes(app)
+    auth.add_api_key_middleware(app, api_key="key", admin_api_key=None)
+    client = TestClient(app)
+    assert client.get("/csa2/dashboard").status_code == 200
+    assert client.get("/csa2/stats").status_code == 401
+
+
 def test_without_the_route_no_key_is_spared() -> None:
     app = FastAPI()
     add_api_key_middleware(app, api_key="key", admin_api_key=None)
