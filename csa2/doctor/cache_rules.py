@@ -94,19 +94,20 @@ def memory_stays_high(case: Case) -> Finding | None:
 
 def pinned_too_much(case: Case) -> Finding | None:
     """Pinned documents take most of the arena."""
-    pinned = sum(document["bytes"] for document in case.documents)
-    share = pinned / case.stats["arena_bytes"]
+    share = case.of_arena("pinned_bytes")
     if share < LARGE_SHARE:
         return None
-    largest = max(case.documents, key=lambda document: int(document["bytes"]))
+    # Documents are told to admins only.
+    largest = max(case.documents, key=lambda document: int(document["bytes"]), default=None)
+    named = "" if largest is None else f"; the largest is {largest['id']!r} with {format_bytes(largest['bytes'])}"
     return Finding(
         name="pinned-documents",
         title="Pinned documents take most of the arena",
-        seen=f"{len(case.documents)} documents with {format_bytes(pinned)}, {share:.0%} of the arena; the largest is "
-        f"{largest['id']!r} with {format_bytes(largest['bytes'])}",
+        seen=f"{case.stats['documents']} documents with {format_bytes(case.stats['pinned_bytes'])}, {share:.0%} of the "
+        f"arena{named}",
         why="pinned pages get smaller under pressure but are never evicted: what is left for requests is the rest",
         fix=(
-            f"unpin what nobody asks about (hits in GET /csa2/documents): DELETE /csa2/documents/{largest['id']}",
+            "unpin what nobody asks about (hits in GET /csa2/documents): DELETE /csa2/documents/ID",
             'pin with "format": "k8v4" or "fp4", or with "ttl"',
             "more memory: a larger --csa2-arena-size",
         ),

@@ -32,18 +32,21 @@ def stats(options=None, **changes):
         "prompt_tokens_total": 100_000,
         "prefix_hit_tokens_total": 80_000,
         "evicted_tokens_total": 0,
+        "documents": 0,
+        "pinned_bytes": 0,
         "options": OPTIONS | (options or {}),
     } | changes
 
 
 def case(
-    *, before=None, metrics=("", ""), loads=(), arguments=None, options=None, documents=(), calibration_fault=None, **changes
+    *, before=None, metrics=("", ""), loads=(), arguments=None, options=None, pinned=(), calibration_fault=None, **changes
 ):
     """A case of one server.
 
     Args:
         before: changes of the statistics in the first reading; None: the same as in the last one.
         metrics: Prometheus text of both readings.
+        pinned: answer of /csa2/documents.
         changes: of the statistics in the last reading.
     """
     last = stats(options, **changes)
@@ -54,7 +57,7 @@ def case(
         seconds=5.0,
         loads=tuple(loads),
         arguments=arguments or {"page_size": 64},
-        documents=tuple(documents),
+        documents=tuple(pinned),
         calibration_fault=calibration_fault,
     )
 

@@ -20,8 +20,8 @@ CASES = {
     "low-hit-rate": {"prefix_hit_tokens_total": 5_000},
     "evictions": {"evicted_tokens_total": 20_000, "prefix_hit_tokens_total": 5_000},
     "memory-not-falling": {"used_bytes": 950_000, "slab_bytes": 960_000, "compression_ratio": 1.2, "pages": {"bf16": 950}},
-    "pinned-documents": {"documents": [DOCUMENT]},
-    "failed-documents": {"documents": [DOCUMENT | {"state": "failed", "bytes": 0, "message": "aborted"}]},
+    "pinned-documents": {"pinned": [DOCUMENT], "documents": 1, "pinned_bytes": 600_000},
+    "failed-documents": {"pinned": [DOCUMENT | {"state": "failed", "bytes": 0, "message": "aborted"}]},
     "fragmentation": {"used_bytes": 600_000, "slab_bytes": 900_000, "evicted_tokens_total": 64},
     "ratio-at-its-end": {"target_ratio": 8.0, "live_bytes": 900_000},
     "low-agreement": {
@@ -137,6 +137,11 @@ def test_retractions_are_counted_between_the_readings():
     (finding,) = find(case(metrics=(text % 3, text % 8)))
     assert finding.seen.startswith("5 retracted in 5 s")
     assert find(case(metrics=(text % 3, text % 3))) == []
+
+
+def test_pins_are_seen_without_a_list_of_documents():
+    (finding,) = find(case(documents=2, pinned_bytes=700_000))
+    assert finding.seen == "2 documents with 684 KiB, 70% of the arena"
 
 
 def test_sparse_slabs_are_no_fault_while_nothing_is_evicted():
