@@ -67,7 +67,9 @@ class ByteBudget(PrefillBudget):
     def gentle_current(self) -> int:
         """The same as far as demotion alone makes room, or up to `GENTLE_SHARE` of the arena if that is more."""
         plan = self.store.arena.plan
-        least = int(plan.num_slabs * plan.pages_per_slab[PLAIN] * GENTLE_SHARE) * self.page_size - self.current_offset
+        # Two pages, of which one stays free, or a prompt would wait for ever in an arena of a few.
+        pages = max(2, int(plan.num_slabs * plan.pages_per_slab[PLAIN] * GENTLE_SHARE))
+        least = pages * self.page_size - self.current_offset
         open_pages, guarded = self.store.open_pages, self.store.guarded_pages
         gentle = self._written_tokens(open_pages, guarded, self.store.mapped_pages - open_pages - guarded)
         return int(min(self.remaining_current, max(least, gentle)))
