@@ -1,0 +1,103 @@
+"""What a batch reads, as device tensors of fixed shape: built once a step, shared by all layers.
+
+All of it is tensor arithmetic without a look at any value, so that a CUDA graph can rebuild it from a page table and lengths
+at fixed addresses.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sgl_kernels.page_layout import ALIGNMENT
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """The pages of a batch of B requests and the work on them. X blocks of columns, F formats, W = F x X x splits items."""
+
+    pages: Tensor
+    """(B x P,) int32 places of pages in the arena in units of 64 bytes; of each request in order of format, then depth."""
+    lengths: Tensor
+    """(B x P,) int32 valid tokens of each."""
+    blocks: Tensor
+    """(X, 2) int32: first token of a block in the batch, and how many."""
+    items: Tensor
+    """(F, X, splits, 4) int32: first token, tokens, first page and last + 1."""
+
+    @property
+    def splits(self) -> int:
+        """Parts of the pages of one format that a request has."""
+        return self.items.shape[2]
+
+
+def query_blocks(new_tokens: Sequence[int], block_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Blocks of the new tokens of each request, which lie one after another in the batch.
+
+    Returns:
+        (X, 2) int32 as `BatchPlan.blocks`, and (X,) int64 their requests.
+    """
+    blocks, owners, token = [], [], 0
+    for request, count in enumerate(new_tokens):
+        for start in range(0, count, block_tokens):
+            blocks.append((token + start, min(block_tokens, count - start)))
+            owners.append(request)
+        token += count
+    shape = (len(blocks), 2)
+    return torch.tensor(blocks, dtype=torch.int32, device=device).view(shape), torch.tensor(owners, device=device).long()
+
+
+def plan_batch(
+    pages: Tensor,
+    lengths: Tensor,
+    formats: Tensor,
+    offsets: Tensor,
+    blocks: Tensor,
+    owners: Tensor,
+    *,
+    num_formats: int,
+    page_size: int,
+    splits: int,
+) -> BatchPlan:
+    """Look up the pages of a batch.
+
+    Args:
+        pages: (B, P) int64 virtual page of each request at each depth; anything at or beyond its length.
+        lengths: (B,) int64 tokens to read of each request, 0 allowed.
+        formats: (virtual pages,) int8 index into the ladder. An unmapped page (negative) is left out: see `check_mapped`.
+        offsets: (virtual pages,) int64 byte offset in the arena, a multiple of 64.
+        blocks, owners: see `query_blocks`.
+        splits: parts into which the pages of a format are split.
+    """
+    batch, depth = pages.shape
+    start = torch.arange(depth, device=pages.device) * page_size
+    valid = (lengths[:, None] - start).clamp(0, page_size)
+    known = pages.clamp(0, formats.numel() - 1)
+    page_format = formats[known].long()
+    kind = torch.where((valid > 0) & (page_format >= 0), page_format, num_formats)
+    order = torch.argsort(kind, dim=1, stable=True)
+    counts = (kind[:, :, None] == torch.arange(num_formats, device=pages.device)).sum(1)
+    ends = counts.cumsum(1) + torch.arange(batch, device=pages.device)[:, None] * depth
+    begins, ends = (ends - counts)[owners].T, ends[owners].T
+    # (F, X, splits): equal parts, the first ones one page longer.
+    part = torch.arange(splits + 1, device=pages.device)
+    cuts = begins[..., None] + (part * (ends - begins)[..., None] + splits - 1) // splits
+    of_block = blocks[None, :, None, :].expand(num_formats, -1, splits, -1)
+    items = torch.cat((of_block, torch.stack((cuts[..., :-1], cuts[..., 1:]), -1).int()), -1)
+    places = torch.gather(offsets[known] // ALIGNMENT, 1, order)
+    return BatchPlan(
+        places.flatten().int(), torch.gather(valid, 1, order).flatten().int(), blocks.contiguous(), items.contiguous()
+    )
+
+
+def check_mapped(pages: Tensor, lengths: Tensor, formats: Tensor, page_size: int) -> None:
+    """Refuse a batch that reads an unmapped page. It waits for the device, so it is no part of `plan_batch`.
+
+    Raises:
+        ValueError: a page with tokens is not mapped; they would silently be left out.
+    """
+    read = lengths[:, None] > torch.arange(pages.shape[1], device=pages.device) * page_size
+    lost = read & (formats[pages.clamp(0, formats.numel() - 1)] < 0)
+    if bool(lost.any()):
+        raise ValueError(f"page {int(pages[lost][0])} is read but not mapped")
