@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sgl_kernels.page_codec.reference import CodecBases
 from sgl_kernels.page_layout import PageLayout
-from sgl_kernels.triton.attend import attend_items
+from sgl_kernels.triton.attend import RUN, attend_items
 from sgl_kernels.triton.causal import attend_new
 from sgl_kernels.triton.merge import merge_partials
 from sgl_kernels.triton.pieces import TILE, FormatPieces, format_pieces
@@ -24,6 +24,9 @@ STAGES = 3
 """Tiles of which codes are in flight."""
 WARPS = {8: 4, 16: 4, 32: 4, 64: 4, 128: 8}
 """Warps of a program by columns: more columns need more registers."""
+REGISTERS = {8: 168, 16: 255, 32: 255, 64: 255, 128: 255}
+"""Registers of a thread at most, from sm_90 on, by columns: with 168, three programs of 4 warps share a multiprocessor. A
+limit that is no limit keeps ptxas from spilling to let more programs in."""
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -147,10 +150,12 @@ class TritonAttention:
         columns, heads = lse.shape[-1], query.shape[1]
         operands = self._plain_operands if is_plain else self._operands
         grid = (plan.items.shape[1] * plan.splits, self._geometry.num_kv_heads)
+        notes = torch.empty(*grid, 2, RUN.value, columns, dtype=torch.float32, device=query.device)
+        codes_max = torch.empty(*grid, RUN.value, dtype=torch.int32, device=query.device)
         attend_items[grid](
-            arena, plan.pages, plan.lengths, plan.items[index], self._tables[index][layer], codes, means, out, lse, heads,
-            of_format.pieces, heads // self._geometry.num_kv_heads, columns, operands, arena.is_cuda, STAGES,
-            num_warps=WARPS[columns],
+            arena, plan.pages, plan.lengths, plan.items[index], self._tables[index][layer], codes, means, notes,
+            codes_max, out, lse, heads,            of_format.pieces, heads // self._geometry.num_kv_heads, columns, operands, arena.is_cuda, STAGES,
+            **_launch(columns, query.device),
         )  # fmt: skip
 
     def attend_new(self, query: Tensor, keys: Tensor, values: Tensor, spans: Tensor, scale: float, columns: int) -> Partials:
@@ -166,7 +171,8 @@ class TritonAttention:
         lse = torch.empty(1, tokens, heads, dtype=torch.float32, device=query.device)
         attend_new[(spans.shape[0], g.num_kv_heads)](
             query, keys, values, spans, out, lse, keys.stride(0), values.stride(0), heads, scale * LOG2_E,
-            dim, _padded(dim), heads // g.num_kv_heads, columns, TILE, self._plain_operands, STAGES, num_warps=WARPS[columns],
+            dim, _padded(dim), heads // g.num_kv_heads, columns, TILE, self._plain_operands, STAGES,
+            **_launch(columns, query.device),
         )  # fmt: skip
         return Partials(out, lse)
 
@@ -174,6 +180,12 @@ class TritonAttention:
 def decode_columns(group: int) -> int:
     """Columns of a block with one token of `group` query heads to a KV head."""
     return max(COLUMNS[0], triton.next_power_of_2(group))
+
+
+def _launch(columns: int, device: torch.device) -> dict[str, int]:
+    """How a kernel with so many columns is compiled for a device."""
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+    return {"num_warps": WARPS[columns], "maxnreg": REGISTERS[columns] if hopper else 255}
 
 
 def _padded(dim: int) -> int:

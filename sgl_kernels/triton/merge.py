@@ -52,7 +52,7 @@ def merge_partials(
                     flat, best, mass, keep = joined(flat, best, mass, value, part)
                     own *= keep
         for i in range(num_others):
-            place = i.to(tl.int64) * num_tokens * num_heads + row
+            place = row + i * (num_tokens * num_heads)
             part = tl.load(others_lse + place) * other_unit
             if part > float("-inf"):
                 value = tl.load(others + place * D + channel, mask=real, other=0.0).to(tl.float32)

@@ -15,6 +15,8 @@ TILE = 64
 """Entries that meet a query at a time: the rows of one `wgmma`."""
 MIN_CONTRACTION = 16
 """Channels that a matrix product takes at least."""
+MAX_PADDING = 1.34
+"""Up to so many times the channels that there are, a power of two of them is opened at once."""
 MAX_HEAD_DIM = 256
 KINDS = ("e4m3", "e2m1", "int4", "int4_asymmetric", "lloyd2")
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -120,7 +122,9 @@ def coded_piece(head: HeadLayout) -> Piece:
     _check_entries("coded", head.entries)
     for kind in (*(c.kind for c in head.key_classes), head.value_kind):
         if kind not in KINDS:
-            raise KernelLayoutError(f"code kind {kind!r}: the Triton kernels open {', '.join(KINDS)}; use the torch reference")
+            raise KernelLayoutError(
+                f"code kind {kind!r}: the Triton kernels open {', '.join(KINDS)}; use the torch reference"
+            )
     at, width = head.offsets, 32 // CODE_BITS[head.value_kind]
     return Piece(
         head.basis,
@@ -180,11 +184,12 @@ def _chunks(head: HeadLayout) -> list[Chunk]:
 
 
 def _power_parts(groups: int, least: int) -> list[tuple[int, int]]:
-    """(first, count) of powers of two that add up to `groups`, the largest first; the last may be padded to `least`."""
+    """(first, count) of parts of `groups`; a count that is no power of two is padded to the next."""
     parts, start = [], 0
     while groups - start > 0:
         count = 1 << ((groups - start).bit_length() - 1)
-        if count < least:
+        # A product more costs more than a third of the channels.
+        if 2 * count <= MAX_PADDING * (groups - start) or count < least:
             count = groups - start
         parts.append((start, count))
         start += count
@@ -226,8 +231,8 @@ def _format_pieces(layout: PageLayout) -> FormatPieces:
             f"format {layout.name!r} has keys that are separated from their positions, and the Triton kernels read rotated "
             f"keys only: use the torch reference, or rotated keys"
         )
-    if g.head_dim > MAX_HEAD_DIM:
-        raise KernelLayoutError(f"head_dim {g.head_dim}: the Triton kernels take up to {MAX_HEAD_DIM}")
+    if g.head_dim > MAX_HEAD_DIM or g.head_dim % 4:
+        raise KernelLayoutError(f"head_dim {g.head_dim}: the Triton kernels take multiples of 4 up to {MAX_HEAD_DIM}")
     shape = (g.num_layers, g.num_kv_heads)
     if layout.is_plain:
         row = g.page_size * g.head_dim * g.dtype.itemsize

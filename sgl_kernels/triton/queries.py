@@ -1,6 +1,5 @@
 """Queries in the bases in which pages are stored."""
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 

@@ -19,7 +19,6 @@ from triton.runtime.jit import JITFunction
 import sgl_kernels.triton.attention  # noqa: F401  all modules with kernels, before functions are replaced in them
 
 
-
 class _Interpreted(InterpretedFunction):
     """A kernel or what it calls; the language is patched already. Patching it anew at each call inside takes half the time."""
 
@@ -31,12 +30,16 @@ WHERE = ("triton.language", "sgl_kernels.triton")
 
 
 @contextmanager
-def interpreted() -> Iterator[None]:
-    """Inside, kernels run in the interpreter. It computes bfloat16 wrongly: use fp32 or fp16 operands."""
+def interpreted(*modules: str) -> Iterator[None]:
+    """Inside, kernels run in the interpreter. It computes bfloat16 wrongly: use fp32 or fp16 operands.
+
+    Args:
+        modules: names of test modules with kernels of their own.
+    """
     made: dict[int, _Interpreted] = {}
     replaced: list[tuple[ModuleType, str, JITFunction]] = []
     for name, module in list(sys.modules.items()):
-        if not name.startswith(WHERE):
+        if not name.startswith(WHERE) and name not in modules:
             continue
         for attribute, value in list(vars(module).items()):
             if isinstance(value, JITFunction):

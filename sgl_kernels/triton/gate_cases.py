@@ -1,0 +1,110 @@
+"""The kernels that the gate compiles, as a model with 128 channels and 4 query heads to a KV head calls them."""
+
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import triton.language as tl
+
+from sgl_kernels.page_layout import (
+    HeadLayout,
+    KeyClass,
+    PageGeometry,
+    coded_layout,
+    identity_head,
+    plain_layout,
+    reduced_layout,
+)
+from sgl_kernels.triton.attend import attend_items
+from sgl_kernels.triton.attention import REGISTERS, STAGES, WARPS
+from sgl_kernels.triton.merge import merge_partials
+from sgl_kernels.triton.pieces import Piece, coded_piece, plain_piece
+from sgl_kernels.triton.write import write_rows
+
+DIM, GROUP = 128, 4
+_GEOMETRY = PageGeometry(1, 1, DIM, 64, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel with its constants."""
+
+    name: str
+    kernel: Any
+    signature: dict[str, str]
+    """Type of each argument, in order."""
+    constants: dict[str, Any]
+    warps: int
+    loop_limits: MappingProxyType[int, int] = field(default_factory=lambda: MappingProxyType({}))
+    """By architecture: instructions of the main loop, at most."""
+    registers: int = 255
+    """Registers of a thread, at most, from sm_90 on: so that more programs fit."""
+
+
+def _signature(arguments: str, constants: dict[str, Any]) -> dict[str, str]:
+    """From "name:type ..."; constants come last."""
+    return dict(item.split(":") for item in arguments.split()) | dict.fromkeys(constants, "constexpr")
+
+
+def _heads() -> dict[str, HeadLayout]:
+    """A head of each format. 2x: 24 of 64 rotary pairs at 4 bits and 24 at 2; 4x and 8x: 24 and 16."""
+    codes = {"fp8": ("e4m3", "e4m3"), "k8v4": ("e4m3", "e2m1"), "fp4": ("e2m1", "e2m1"), "int4": ("int4", "int4")}
+    heads = {name: coded_layout(name, *kinds, _GEOMETRY).heads[0] for name, kinds in codes.items()}
+    for name, merge, coarse in (("csa2-2x", 1, 48), ("csa2-4x", 2, 32), ("csa2-8x", 4, 32)):
+        classes = (KeyClass("int4", 48), KeyClass("lloyd2", coarse))
+        heads[name] = reduced_layout(name, (classes,), "lloyd2", merge, _GEOMETRY).heads[0]
+    return heads | {"identity basis": identity_head("int4", "int4", _GEOMETRY)}
+
+
+def _attend(name: str, piece: Piece, columns: int) -> Case:
+    operands = tl.bfloat16 if piece.basis == "plain" else tl.float16
+    constants = {
+        "PIECES": (piece,), "GROUP": GROUP, "M": columns, "CT": operands, "ASM": True, "STAGES": STAGES,
+    }  # fmt: skip
+    arguments = (
+        "arena:*u8 pages:*i32 lengths:*i32 items:*i32 table:*i32 q_codes:*fp32 q_means:*fp32 notes:*fp32 codes_max:*i32 "
+        "out:*fp32 lse:*fp32 num_heads:i32"
+    )
+    return Case(
+        name, attend_items, _signature(arguments, constants), constants, WARPS[columns], registers=REGISTERS[columns]
+    )
+
+
+def _others() -> list[Case]:
+    constants: dict[str, Any] = {"D": DIM, "DIM": DIM, "GROUP": GROUP, "M": 8}
+    arguments = (
+        "blocks:*i32 out:*fp32 lse:*fp32 others:*bf16 others_lse:*fp32 plain:*fp32 coded:*fp32 total:*fp32 num_formats:i32 "
+        "num_blocks:i32 splits:i32 num_others:i32 num_tokens:i32 num_heads:i32 plain_formats:i32 other_unit:fp32"
+    )
+    merge = Case("merge", merge_partials, _signature(arguments, constants), constants, 1)
+    constants = {"D": DIM, "DIM": DIM}
+    arguments = "keys:*bf16 values:*bf16 table:*bf16 rows:*i64 key_stride:i32 value_stride:i32 first_row:i32 page_size:i32 "
+    arguments += "values_behind:i32"
+    write = Case("write", write_rows, _signature(arguments, constants), constants, 1)
+    return [merge, write]
+
+
+LOOP_LIMITS = {
+    "decode fp8": (720, 740, 840),
+    "decode k8v4": (745, 715, 820),
+    "decode fp4": (710, 685, 785),
+    "decode int4": (650, 615, 770),
+    "decode csa2-2x": (705, 680, 815),
+    "decode csa2-4x": (750, 710, 855),
+    "decode csa2-8x": (750, 715, 840),
+    "decode identity basis": (790, 710, 845),
+    "decode plain": (390, 370, 510),
+}
+"""Instructions of the main loops for sm_80, sm_90 and sm_100: what was reached when they were written, and a few more."""
+
+
+def _cases() -> tuple[Case, ...]:
+    cases = [_attend(f"decode {name}", coded_piece(head), 8) for name, head in _heads().items()]
+    cases.append(_attend("decode plain", plain_piece(plain_layout("bf16", _GEOMETRY)), 8))
+    cases += _others()
+    limits = {name: MappingProxyType(dict(zip((80, 90, 100), row, strict=True))) for name, row in LOOP_LIMITS.items()}
+    return tuple(replace(case, loop_limits=limits[case.name]) if case.name in limits else case for case in cases)
+
+
+CASES = _cases()
