@@ -4,31 +4,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from sgl_kernels.page_codec.reference import CodecBases
 from sgl_kernels.page_layout import PageLayout
-from sgl_kernels.triton.attend import RUN, attend_items
+from sgl_kernels.triton.attend import attend_items
 from sgl_kernels.triton.causal import attend_new
+from sgl_kernels.triton.launch import STAGES, TYPES, is_wide, launch_options, padded
 from sgl_kernels.triton.merge import merge_partials
 from sgl_kernels.triton.pieces import TILE, FormatPieces, format_pieces
-from sgl_kernels.triton.plan import BatchPlan
+from sgl_kernels.triton.plan import BatchPlan, QueryBlocks
 from sgl_kernels.triton.queries import LOG2_E, FoldedQueries
+from sgl_kernels.triton.runs import RUN
 from sgl_kernels.triton.write import write_rows
-
-COLUMNS = (8, 128)
-"""Columns of a block: at least, as tensor cores take no fewer, and in extend."""
-STAGES = 3
-"""Tiles of which codes are in flight."""
-WARPS = {8: 4, 16: 4, 32: 4, 64: 4, 128: 8}
-"""Warps of a program by columns: more columns need more registers."""
-REGISTERS = {8: 168, 16: 255, 32: 255, 64: 255, 128: 255}
-"""Registers of a thread at most, from sm_90 on, by columns: with 168, three programs of 4 warps share a multiprocessor. A
-limit that is no limit keeps ptxas from spilling to let more programs in."""
-TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-
 
 @dataclass(frozen=True)
 class Partials:
@@ -87,7 +75,7 @@ class TritonAttention:
         head_rows = g.num_kv_heads * g.page_size
         write_rows[(rows.numel(), g.num_kv_heads)](
             keys, values, arena.view(g.dtype), rows, keys.stride(0), values.stride(0), layer * 2 * head_rows, g.page_size,
-            head_rows, g.head_dim, _padded(g.head_dim), num_warps=1,
+            head_rows, g.head_dim, padded(g.head_dim), num_warps=1,
         )  # fmt: skip
 
     def attend(
@@ -120,7 +108,7 @@ class TritonAttention:
         tokens, heads, dim = query.shape
         chosen = tuple(range(self.num_formats)) if formats is None else tuple(formats)
         folded = FoldedQueries(query, scale, self._bases, layer * g.num_kv_heads, g.num_kv_heads)
-        shape = (len(chosen), plan.blocks.shape[0], plan.splits, g.num_kv_heads, columns)
+        shape = (len(chosen), plan.blocks.owners.numel(), plan.splits, g.num_kv_heads, columns)
         out = torch.empty(*shape, dim, dtype=torch.float32, device=query.device)
         part_lse = torch.empty(shape, dtype=torch.float32, device=query.device)
         for place, index in enumerate(chosen):
@@ -129,10 +117,10 @@ class TritonAttention:
         total = torch.empty(tokens, heads, dtype=torch.float32, device=query.device) if lse is None else lse
         if others is None:
             others = Partials(out[:0], part_lse[:0])
-        merge_partials[(plan.blocks.shape[0], g.num_kv_heads, columns)](
-            plan.blocks, out, part_lse, others.out, others.lse, plain, coded, total,
-            len(chosen), plan.blocks.shape[0], plan.splits, others.lse.shape[0], tokens, heads, int(0 in chosen),
-            1.0 if others.base2 else LOG2_E, dim, _padded(dim), heads // g.num_kv_heads, columns, num_warps=1,
+        merge_partials[(plan.blocks.owners.numel(), g.num_kv_heads, columns)](
+            plan.blocks.spans, out, part_lse, others.out, others.lse, plain, coded, total,
+            len(chosen), plan.blocks.owners.numel(), plan.splits, others.lse.shape[0], tokens, heads, int(0 in chosen),
+            1.0 if others.base2 else LOG2_E, dim, padded(dim), heads // g.num_kv_heads, columns, num_warps=1,
         )  # fmt: skip
         merged = torch.addmm(plain.view(-1, dim), coded.view(-1, dim), self._bases.flat)
         return merged.view(query.shape).to(query.dtype)
@@ -154,39 +142,45 @@ class TritonAttention:
         codes_max = torch.empty(*grid, RUN.value, dtype=torch.int32, device=query.device)
         attend_items[grid](
             arena, plan.pages, plan.lengths, plan.items[index], self._tables[index][layer], codes, means, notes,
-            codes_max, out, lse, heads,            of_format.pieces, heads // self._geometry.num_kv_heads, columns, operands, arena.is_cuda, STAGES,
-            **_launch(columns, query.device),
+            codes_max, out, lse, heads, of_format.pieces, heads // self._geometry.num_kv_heads, columns, operands,
+            arena.is_cuda, STAGES, is_wide(columns),
+            **launch_options(columns, query.device),
         )  # fmt: skip
 
-    def attend_new(self, query: Tensor, keys: Tensor, values: Tensor, spans: Tensor, scale: float, columns: int) -> Partials:
+    def attend_new(
+        self, query: Tensor, keys: Tensor, values: Tensor, blocks: QueryBlocks, scale: float, columns: int
+    ) -> Partials:
         """Causal attention of the new tokens of each request among themselves.
 
         Args:
             query: (T, H, D) contiguous; keys, values: (T, G, D), the heads of a token contiguous.
-            spans: (X, 3) int32 first token of a block, how many, and the first new token of its request.
+            columns: of a block.
         """
         g = self._geometry
         tokens, heads, dim = query.shape
         out = torch.empty(1, tokens, heads, dim, dtype=torch.float32, device=query.device)
         lse = torch.empty(1, tokens, heads, dtype=torch.float32, device=query.device)
-        attend_new[(spans.shape[0], g.num_kv_heads)](
-            query, keys, values, spans, out, lse, keys.stride(0), values.stride(0), heads, scale * LOG2_E,
-            dim, _padded(dim), heads // g.num_kv_heads, columns, TILE, self._plain_operands, STAGES,
-            **_launch(columns, query.device),
+        attend_new[(blocks.owners.numel(), g.num_kv_heads)](
+            query, keys, values, blocks.spans, out, lse, keys.stride(0), values.stride(0), heads, scale * LOG2_E,
+            dim, padded(dim), heads // g.num_kv_heads, columns, TILE, self._plain_operands, STAGES, is_wide(columns),
+            **launch_options(columns, query.device),
         )  # fmt: skip
         return Partials(out, lse)
 
-
-def decode_columns(group: int) -> int:
-    """Columns of a block with one token of `group` query heads to a KV head."""
-    return max(COLUMNS[0], triton.next_power_of_2(group))
-
-
-def _launch(columns: int, device: torch.device) -> dict[str, int]:
-    """How a kernel with so many columns is compiled for a device."""
-    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
-    return {"num_warps": WARPS[columns], "maxnreg": REGISTERS[columns] if hopper else 255}
-
-
-def _padded(dim: int) -> int:
-    return max(16, triton.next_power_of_2(dim))
+    def extend(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        arena: Tensor,
+        plan: BatchPlan,
+        layer: int,
+        scale: float,
+        *,
+        columns: int,
+        formats: Sequence[int] | None = None,
+        lse: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of new tokens over the pages before them and, causally, over themselves; see `attend`, `attend_new`."""
+        new = self.attend_new(query, keys, values, plan.blocks, scale, columns)
+        return self.attend(query, arena, plan, layer, scale, columns=columns, others=new, formats=formats, lse=lse)

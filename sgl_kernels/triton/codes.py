@@ -91,7 +91,7 @@ def lloyd2_bytes() -> tuple[str, str]:
 
 
 def asm_e4m3() -> str:
-    """PTX: a dword of E4M3 codes -> four fp16, in units of 2^8: fp16 has the same bits a place lower, and a bias 8 larger."""
+    """PTX: a dword of E4M3 codes -> four fp16 in units of 2^8: fp16 has the same bits a place lower, its bias is 8 larger."""
     return """{
         .reg .b32 a, b, x;
         prmt.b32 a, $4, 0, 0x1404;
@@ -138,18 +138,19 @@ def code_value(code, KIND: tl.constexpr):
         half_steps = tl.where((code & 7) < 2, code & 7, (2 + (code & 1)) << (((code & 7) >> 1) - 1))
         value = half_steps.to(tl.float32) * 0.5
         return tl.where((code & 8) != 0, -value, value)
-    if KIND == LLOYD2:
+    elif KIND == LLOYD2:
         value = tl.where((code == 0) | (code == 3), 1.510, 0.4528)
         return tl.where(code < 2, -value, value)
-    if KIND == E4M3:
+    elif KIND == E4M3:
         exponent, mantissa = (code & 0x7F) >> 3, code & 7
         # 2^(exponent - 15), also 2^-14 for subnormals: in units of 2^8.
         power = (tl.maximum(exponent, 1) + (127 - 15)) << 23
         value = power.to(tl.float32, bitcast=True) * tl.where(exponent == 0, mantissa, 8 + mantissa).to(tl.float32) * 0.125
         return tl.where((code & 0x80) != 0, -value, value)
-    if KIND == INT4:
+    elif KIND == INT4:
         return (2 * code - 16).to(tl.float32)
-    return (2 * code - 15).to(tl.float32)
+    else:
+        return (2 * code - 15).to(tl.float32)
 
 
 @triton.jit
@@ -172,6 +173,23 @@ def open4(words, KIND: tl.constexpr, FIRST: tl.constexpr, CT: tl.constexpr):
 
 
 @triton.jit
+def open_portably(words, KIND: tl.constexpr, CT: tl.constexpr):
+    """The portable twin of `open_words`."""
+    A: tl.constexpr = words.shape[0]
+    B: tl.constexpr = words.shape[1]
+    four = open4(words, KIND, 0, CT)
+    if KIND == E4M3:
+        return four.reshape(A, B * 4)
+    else:
+        eight = tl.join(four, open4(words, KIND, 4, CT)).permute(0, 1, 3, 2).reshape(A, B, 8)
+        if KIND == LLOYD2:
+            more = tl.join(open4(words, KIND, 8, CT), open4(words, KIND, 12, CT)).permute(0, 1, 3, 2).reshape(A, B, 8)
+            return tl.join(eight, more).permute(0, 1, 3, 2).reshape(A, B * 16)
+        else:
+            return eight.reshape(A, B * 8)
+
+
+@triton.jit
 def open_words(words, KIND: tl.constexpr, CT: tl.constexpr, ASM: tl.constexpr):
     """(A, B) int32 -> (A, B x codes of a dword) of type CT, in units of `code_unit`.
 
@@ -180,17 +198,18 @@ def open_words(words, KIND: tl.constexpr, CT: tl.constexpr, ASM: tl.constexpr):
     """
     A: tl.constexpr = words.shape[0]
     B: tl.constexpr = words.shape[1]
-    if ASM:
-        if KIND == E4M3:
-            a, b, c, d = tl.inline_asm_elementwise(_ASM_E4M3, _H4, [words], (tl.float16,) * 4, is_pure=True, pack=1)
-            return join4(a, b, c, d).reshape(A, B * 4)
-        if KIND == LLOYD2:
-            a, b, c, d, e, f, g, h, i, j, k, m, n, o, p, q = tl.inline_asm_elementwise(
-                _ASM_LLOYD2, _H16, [words], (tl.float16,) * 16, is_pure=True, pack=1
-            )
-            low = join8(a, b, c, d, e, f, g, h)
-            high = join8(i, j, k, m, n, o, p, q)
-            return tl.join(low, high).permute(0, 1, 3, 2).reshape(A, B * 16)
+    if not ASM:
+        return open_portably(words, KIND, CT)
+    elif KIND == E4M3:
+        a, b, c, d = tl.inline_asm_elementwise(_ASM_E4M3, _H4, [words], (tl.float16,) * 4, is_pure=True, pack=1)
+        return join4(a, b, c, d).reshape(A, B * 4)
+    elif KIND == LLOYD2:
+        a, b, c, d, e, f, g, h, i, j, k, m, n, o, p, q = tl.inline_asm_elementwise(
+            _ASM_LLOYD2, _H16, [words], (tl.float16,) * 16, is_pure=True, pack=1
+        )
+        halves = tl.join(join8(a, b, c, d, e, f, g, h), join8(i, j, k, m, n, o, p, q))
+        return halves.permute(0, 1, 3, 2).reshape(A, B * 16)
+    else:
         ASM_TEXT: tl.constexpr = _ASM_E2M1 if KIND == E2M1 else _ASM_INT4 if KIND == INT4 else _ASM_INT4_ASYMMETRIC
         a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(ASM_TEXT, _H8, [words], (tl.float16,) * 8, is_pure=True, pack=1)
         codes = join8(a, b, c, d, e, f, g, h).reshape(A, B * 8)
@@ -199,15 +218,6 @@ def open_words(words, KIND: tl.constexpr, CT: tl.constexpr, ASM: tl.constexpr):
             # stands between them costs nothing).
             codes = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [codes], tl.float16, is_pure=True, pack=2)
         return codes
-    first = open4(words, KIND, 0, CT)
-    if KIND == E4M3:
-        return first.reshape(A, B * 4)
-    second = open4(words, KIND, 4, CT)
-    eight = tl.join(first, second).permute(0, 1, 3, 2).reshape(A, B, 8)
-    if KIND != LLOYD2:
-        return eight.reshape(A, B * 8)
-    third = tl.join(open4(words, KIND, 8, CT), open4(words, KIND, 12, CT)).permute(0, 1, 3, 2).reshape(A, B, 8)
-    return tl.join(eight, third).permute(0, 1, 3, 2).reshape(A, B * 16)
 
 
 @triton.jit

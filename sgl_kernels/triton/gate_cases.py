@@ -17,7 +17,7 @@ from sgl_kernels.page_layout import (
     reduced_layout,
 )
 from sgl_kernels.triton.attend import attend_items
-from sgl_kernels.triton.attention import REGISTERS, STAGES, WARPS
+from sgl_kernels.triton.launch import EXTEND_COLUMNS, MIN_COLUMNS, REGISTERS, STAGES, WARPS, is_wide
 from sgl_kernels.triton.merge import merge_partials
 from sgl_kernels.triton.pieces import Piece, coded_piece, plain_piece
 from sgl_kernels.triton.write import write_rows
@@ -61,6 +61,7 @@ def _attend(name: str, piece: Piece, columns: int) -> Case:
     operands = tl.bfloat16 if piece.basis == "plain" else tl.float16
     constants = {
         "PIECES": (piece,), "GROUP": GROUP, "M": columns, "CT": operands, "ASM": True, "STAGES": STAGES,
+        "WIDE": is_wide(columns),
     }  # fmt: skip
     arguments = (
         "arena:*u8 pages:*i32 lengths:*i32 items:*i32 table:*i32 q_codes:*fp32 q_means:*fp32 notes:*fp32 codes_max:*i32 "
@@ -74,7 +75,7 @@ def _attend(name: str, piece: Piece, columns: int) -> Case:
 def _others() -> list[Case]:
     constants: dict[str, Any] = {"D": DIM, "DIM": DIM, "GROUP": GROUP, "M": 8}
     arguments = (
-        "blocks:*i32 out:*fp32 lse:*fp32 others:*bf16 others_lse:*fp32 plain:*fp32 coded:*fp32 total:*fp32 num_formats:i32 "
+        "spans:*i32 out:*fp32 lse:*fp32 others:*bf16 others_lse:*fp32 plain:*fp32 coded:*fp32 total:*fp32 num_formats:i32 "
         "num_blocks:i32 splits:i32 num_others:i32 num_tokens:i32 num_heads:i32 plain_formats:i32 other_unit:fp32"
     )
     merge = Case("merge", merge_partials, _signature(arguments, constants), constants, 1)

@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def joined(total, best, mass, value, lse):
-    """The weighted sum, largest log-sum-exp and mass with one partial result more, and what others are to be multiplied by."""
+    """The weighted sum, largest log-sum-exp and mass with one part more, and what other sums are to be multiplied by."""
     top = tl.maximum(best, lse)
     keep, weight = tl.exp2(best - top), tl.exp2(lse - top)
     return total * keep + value * weight, top, mass * keep + weight, keep
@@ -14,14 +14,14 @@ def joined(total, best, mass, value, lse):
 
 @triton.jit
 def merge_partials(
-    blocks, out, lse, others, others_lse, plain, coded, total,
+    spans, out, lse, others, others_lse, plain, coded, total,
     num_formats, num_blocks, splits, num_others, num_tokens, num_heads, plain_formats, other_unit,
     D: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
     """One program for each block, KV head and column.
 
     Args:
-        blocks: (X, 2) int32 first token and tokens.
+        spans: (X, 3) int32: first token and tokens of each block come first.
         out, lse: (F, X, splits, G, M, D) and (F, X, splits, G, M) fp32 of `attend_items`, base 2.
         others, others_lse: (num_others, T, H, D) any float, in the model's own basis, and (num_others, T, H) fp32.
         plain, coded: (T, H, D) fp32: what of the result is in the model's own basis, and what in the flat one.
@@ -30,8 +30,8 @@ def merge_partials(
         other_unit: one unit of `others_lse` in base 2: log2(e) if they are natural logarithms.
     """
     block, head, m = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    token = tl.load(blocks + block * 2) + m // GROUP
-    if m // GROUP < tl.load(blocks + block * 2 + 1):
+    token = tl.load(spans + block * 3) + m // GROUP
+    if m // GROUP < tl.load(spans + block * 3 + 1):
         channel = tl.arange(0, DIM)
         real = channel < D
         row = token.to(tl.int64) * num_heads + head * GROUP + m % GROUP

@@ -14,6 +14,16 @@ from sgl_kernels.page_layout import ALIGNMENT
 
 
 @dataclass(frozen=True)
+class QueryBlocks:
+    """Blocks of the new tokens of a batch, which lie one request after another."""
+
+    spans: Tensor
+    """(X, 3) int32: first token of a block in the batch, how many, and the first new token of its request."""
+    owners: Tensor
+    """(X,) int64 requests."""
+
+
+@dataclass(frozen=True)
 class BatchPlan:
     """The pages of a batch of B requests and the work on them. X blocks of columns, F formats, W = F x X x splits items."""
 
@@ -21,8 +31,7 @@ class BatchPlan:
     """(B x P,) int32 places of pages in the arena in units of 64 bytes; of each request in order of format, then depth."""
     lengths: Tensor
     """(B x P,) int32 valid tokens of each."""
-    blocks: Tensor
-    """(X, 2) int32: first token of a block in the batch, and how many."""
+    blocks: QueryBlocks
     items: Tensor
     """(F, X, splits, 4) int32: first token, tokens, first page and last + 1."""
 
@@ -32,20 +41,16 @@ class BatchPlan:
         return self.items.shape[2]
 
 
-def query_blocks(new_tokens: Sequence[int], block_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Blocks of the new tokens of each request, which lie one after another in the batch.
-
-    Returns:
-        (X, 2) int32 as `BatchPlan.blocks`, and (X,) int64 their requests.
-    """
-    blocks, owners, token = [], [], 0
+def query_blocks(new_tokens: Sequence[int], block_tokens: int, device: torch.device) -> QueryBlocks:
+    """Blocks of at most `block_tokens` of the new tokens of each request."""
+    spans, owners, token = [], [], 0
     for request, count in enumerate(new_tokens):
         for start in range(0, count, block_tokens):
-            blocks.append((token + start, min(block_tokens, count - start)))
+            spans.append((token + start, min(block_tokens, count - start), token))
             owners.append(request)
         token += count
-    shape = (len(blocks), 2)
-    return torch.tensor(blocks, dtype=torch.int32, device=device).view(shape), torch.tensor(owners, device=device).long()
+    table = torch.tensor(spans, dtype=torch.int32, device=device).view(-1, 3)
+    return QueryBlocks(table, torch.tensor(owners, dtype=torch.int64, device=device))
 
 
 def plan_batch(
@@ -53,8 +58,7 @@ def plan_batch(
     lengths: Tensor,
     formats: Tensor,
     offsets: Tensor,
-    blocks: Tensor,
-    owners: Tensor,
+    blocks: QueryBlocks,
     *,
     num_formats: int,
     page_size: int,
@@ -67,7 +71,7 @@ def plan_batch(
         lengths: (B,) int64 tokens to read of each request, 0 allowed.
         formats: (virtual pages,) int8 index into the ladder. An unmapped page (negative) is left out: see `check_mapped`.
         offsets: (virtual pages,) int64 byte offset in the arena, a multiple of 64.
-        blocks, owners: see `query_blocks`.
+        blocks: of the tokens that read.
         splits: parts into which the pages of a format are split.
     """
     batch, depth = pages.shape
@@ -79,15 +83,15 @@ def plan_batch(
     order = torch.argsort(kind, dim=1, stable=True)
     counts = (kind[:, :, None] == torch.arange(num_formats, device=pages.device)).sum(1)
     ends = counts.cumsum(1) + torch.arange(batch, device=pages.device)[:, None] * depth
-    begins, ends = (ends - counts)[owners].T, ends[owners].T
+    begins, ends = (ends - counts)[blocks.owners].T, ends[blocks.owners].T
     # (F, X, splits): equal parts, the first ones one page longer.
     part = torch.arange(splits + 1, device=pages.device)
     cuts = begins[..., None] + (part * (ends - begins)[..., None] + splits - 1) // splits
-    of_block = blocks[None, :, None, :].expand(num_formats, -1, splits, -1)
+    of_block = blocks.spans[None, :, None, :2].expand(num_formats, -1, splits, -1)
     items = torch.cat((of_block, torch.stack((cuts[..., :-1], cuts[..., 1:]), -1).int()), -1)
     places = torch.gather(offsets[known] // ALIGNMENT, 1, order)
     return BatchPlan(
-        places.flatten().int(), torch.gather(valid, 1, order).flatten().int(), blocks.contiguous(), items.contiguous()
+        places.flatten().int(), torch.gather(valid, 1, order).flatten().int(), blocks, items.contiguous()
     )
 
 

@@ -72,10 +72,11 @@ def open_values(arena, base, first, P: tl.constexpr, CT: tl.constexpr, ASM: tl.c
         e, f = code_at(words, 8, P.value_kind, CT), code_at(words, 9, P.value_kind, CT)
         g, h = code_at(words, 12, P.value_kind, CT), code_at(words, 13, P.value_kind, CT)
         return join8(a, b, c, d, e, f, g, h).reshape(P.dim, words.shape[1] * 8)
-    at = (base + P.v_codes) // 4 + P.value_stride // 4 * first
-    pointers = word_pointer(arena) + channel[:, None] + at[None, :]
-    if P.dim == P.head_dim:
-        words = tl.load(pointers)
     else:
-        words = tl.load(pointers, mask=there, other=0)
-    return open_words(words, P.value_kind, CT, ASM)
+        at = (base + P.v_codes) // 4 + P.value_stride // 4 * first
+        pointers = word_pointer(arena) + channel[:, None] + at[None, :]
+        if P.dim == P.head_dim:
+            words = tl.load(pointers)
+        else:
+            words = tl.load(pointers, mask=there, other=0)
+        return open_words(words, P.value_kind, CT, ASM)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from sgl_kernels.errors import KernelLayoutError
 from sgl_kernels.paged_attention import reference
-from sgl_kernels.triton.attention import Partials, TritonAttention, decode_columns
+from sgl_kernels.triton.attention import Partials, TritonAttention
+from sgl_kernels.triton.launch import decode_columns
 from sgl_kernels.triton.plan import check_mapped, plan_batch, query_blocks
 
 CPU = torch.device("cpu")
@@ -24,9 +25,8 @@ def decode(
     """Output in fp32, and log-sum-exp of base 2, of one token of each request."""
     count = len(scene.lengths)
     kernels = TritonAttention(scene.layouts, scene.bases, operands, operands)
-    blocks, owners = query_blocks([1] * count, 1, CPU)
     plan = plan_batch(
-        scene.table, scene.lengths, scene.formats, scene.offsets, blocks, owners,
+        scene.table, scene.lengths, scene.formats, scene.offsets, query_blocks([1] * count, 1, CPU),
         num_formats=len(scene.layouts), page_size=scene.geometry.page_size, splits=splits,
     )  # fmt: skip
     present = sorted(set(scene.formats[scene.formats >= 0].tolist()))
