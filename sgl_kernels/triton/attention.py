@@ -18,6 +18,7 @@ from sgl_kernels.triton.queries import LOG2_E, FoldedQueries
 from sgl_kernels.triton.runs import RUN
 from sgl_kernels.triton.write import write_rows
 
+
 @dataclass(frozen=True)
 class Partials:
     """Results over parts of what queries read, in the model's own basis, with their log-sum-exp."""

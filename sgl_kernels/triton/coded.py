@@ -33,13 +33,16 @@ def attend_coded(
     top = tl.full((M,), NOTHING, tl.float32)
     mass = tl.zeros((M,), tl.float32)
     out = empty(P.dim, M, WIDE)
+    # Wide queries that are scaled anew for each page, or wide tiles of several pages, leave no registers for more.
+    IN_FLIGHT: tl.constexpr = 1 if WIDE and (P.channel_scales or P.tile_pages > 1) else STAGES
     for run in range(begin, end, RUN // P.page_tiles):
         run_end = tl.minimum(end, run + RUN // P.page_tiles)
         note_run(
-            arena, pages, run, run_end, start, q_means, token, tokens, head, num_heads, notes, codes_max, P, GROUP, M, CT, ASM
-        )
+            arena, pages, run, run_end, start, q_means, token, tokens, head, num_heads, notes, codes_max,
+            P, GROUP, M, CT, ASM,
+        )  # fmt: skip
         tl.debug_barrier()
-        for step in tl.range(0, tl.cdiv(run_end - run, P.tile_pages) * P.page_tiles, num_stages=STAGES):
+        for step in tl.range(0, tl.cdiv(run_end - run, P.tile_pages) * P.page_tiles, num_stages=IN_FLIGHT):
             page, tile, first_row = run + step // P.page_tiles * P.tile_pages, step % P.page_tiles, step * P.tile_pages
             slot = n // P.entries
             if P.tile_pages == 1:
@@ -110,7 +113,8 @@ def query_operands(
     """The query as an operand of type CT for each chunk of channels, relative to its largest channel (M,), whatever that is;
     nothing where the scales of channels are still to join."""
     axis: tl.constexpr = 1 if WIDE else 0
-    operands, sizes = (), tl.zeros((M,), tl.float32)
+    operands = ()
+    sizes = tl.zeros((M,), tl.float32)
     if not P.channel_scales:
         channel = tl.arange(0, P.dim)
         q = load_columns(q_codes, row, there, channel, channel < P.head_dim, P.head_dim, WIDE)

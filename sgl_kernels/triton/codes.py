@@ -91,7 +91,7 @@ def lloyd2_bytes() -> tuple[str, str]:
 
 
 def asm_e4m3() -> str:
-    """PTX: a dword of E4M3 codes -> four fp16 in units of 2^8: fp16 has the same bits a place lower, its bias is 8 larger."""
+    """PTX: a dword of E4M3 codes -> four fp16 in units of 2^8: the same bits a place lower, and a bias 8 larger."""
     return """{
         .reg .b32 a, b, x;
         prmt.b32 a, $4, 0, 0x1404;

@@ -42,6 +42,8 @@ class Compiled:
     shared_bytes: int
     loop_instructions: int
     """0 if there is no such loop."""
+    loop_spills: int
+    """Of them, those that read or write spilled registers."""
     products: tuple[str, ...]
     """Matrix instructions in its PTX."""
 
@@ -49,7 +51,9 @@ class Compiled:
 def compile_case(case: Case, architecture: int) -> Compiled:
     """Compile one kernel; it is not loaded anywhere."""
     names = list(case.signature)
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if case.signature[name].startswith("*")}
+    # Triton finds out at run time that pointers and strides are multiples of 16.
+    whole = [i for i, name in enumerate(names) if case.signature[name].startswith("*") or name.endswith("_stride")]
+    aligned = {(i,): [["tt.divisibility", 16]] for i in whole}
     source = ASTSource(fn=case.kernel, signature=case.signature, constexprs=case.constants, attrs=aligned)
     options = {"num_warps": case.warps, "maxnreg": case.registers if architecture >= 90 else REGISTER_LIMIT}
     kernel = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
@@ -57,13 +61,14 @@ def compile_case(case: Case, architecture: int) -> Compiled:
     found = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", usage)
     if found is None:
         raise RuntimeError(f"cuobjdump says nothing of the registers of {case.name}: {usage}")
-    loop = loop_instructions(_tool("nvdisasm", "-c", kernel.asm["cubin"]))
+    loop = main_loop(_tool("nvdisasm", "-c", kernel.asm["cubin"]))
+    spills = sum(name.startswith(("STL", "LDL")) for name in loop)
     products = tuple(name for name in PRODUCTS.values() if name in kernel.asm["ptx"])
-    return Compiled(int(found[1]), int(found[2]) + int(found[3]), kernel.metadata.shared, loop, products)
+    return Compiled(int(found[1]), int(found[2]) + int(found[3]), kernel.metadata.shared, len(loop), spills, products)
 
 
-def loop_instructions(assembly: str) -> int:
-    """Instructions of the largest innermost loop with matrix products and exponentials: that over tiles of entries.
+def main_loop(assembly: str) -> list[str]:
+    """Names of the instructions of the largest innermost loop with products and exponentials: that over tiles of entries.
 
     Loops over means have both too, and fewer of them. Behind the end lies what waits for a product and jumps back.
     """
@@ -83,7 +88,8 @@ def loop_instructions(assembly: str) -> int:
             names.append(found[1])
     loops = [(start, end) for start, end in back if end < exits and _is_main(names[start : end + 1])]
     inner = [a for a in loops if not any(a[0] <= b[0] and b[1] <= a[1] and a != b for b in loops)]
-    return max((end - start + 1 for start, end in inner), default=0)
+    start, end = max(inner, key=lambda loop: loop[1] - loop[0], default=(0, -1))
+    return names[start : end + 1]
 
 
 def _is_main(body: Sequence[str]) -> bool:

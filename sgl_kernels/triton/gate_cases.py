@@ -17,12 +17,19 @@ from sgl_kernels.page_layout import (
     reduced_layout,
 )
 from sgl_kernels.triton.attend import attend_items
+from sgl_kernels.triton.causal import attend_new
 from sgl_kernels.triton.launch import EXTEND_COLUMNS, MIN_COLUMNS, REGISTERS, STAGES, WARPS, is_wide
 from sgl_kernels.triton.merge import merge_partials
-from sgl_kernels.triton.pieces import Piece, coded_piece, plain_piece
+from sgl_kernels.triton.pieces import TILE, Piece, coded_piece, plain_piece
 from sgl_kernels.triton.write import write_rows
 
 DIM, GROUP = 128, 4
+EXTENDED = ("fp4", "csa2-2x", "csa2-8x", "identity basis")
+"""Formats that stand for all in extend: they take the most registers."""
+RUN_STACK = 128
+"""Bytes that kernels with many columns may spill, nearly all between runs of pages."""
+LOOP_SPILLS = {"extend identity basis": 8, "new tokens": 2}
+"""The exceptions: on sm_80, and the first one on sm_100."""
 _GEOMETRY = PageGeometry(1, 1, DIM, 64, torch.bfloat16)
 
 
@@ -40,6 +47,10 @@ class Case:
     """By architecture: instructions of the main loop, at most."""
     registers: int = 255
     """Registers of a thread, at most, from sm_90 on: so that more programs fit."""
+    stack_bytes: int = 0
+    """Of registers that may be spilled."""
+    loop_spills: int = 0
+    """Instructions of the main loop that may read or write them."""
 
 
 def _signature(arguments: str, constants: dict[str, Any]) -> dict[str, str]:
@@ -79,11 +90,21 @@ def _others() -> list[Case]:
         "num_blocks:i32 splits:i32 num_others:i32 num_tokens:i32 num_heads:i32 plain_formats:i32 other_unit:fp32"
     )
     merge = Case("merge", merge_partials, _signature(arguments, constants), constants, 1)
+    constants = {
+        "D": DIM, "DIM": DIM, "GROUP": GROUP, "M": EXTEND_COLUMNS, "TILE": TILE, "CT": tl.bfloat16, "STAGES": STAGES,
+        "WIDE": True,
+    }  # fmt: skip
+    arguments = (
+        "query:*bf16 keys:*bf16 values:*bf16 spans:*i32 out:*fp32 lse:*fp32 key_stride:i32 value_stride:i32 num_heads:i32 "
+        "scale:fp32"
+    )
+    warps = WARPS[EXTEND_COLUMNS]
+    new = Case("new tokens", attend_new, _signature(arguments, constants), constants, warps, stack_bytes=RUN_STACK)
     constants = {"D": DIM, "DIM": DIM}
     arguments = "keys:*bf16 values:*bf16 table:*bf16 rows:*i64 key_stride:i32 value_stride:i32 first_row:i32 page_size:i32 "
     arguments += "values_behind:i32"
     write = Case("write", write_rows, _signature(arguments, constants), constants, 1)
-    return [merge, write]
+    return [new, merge, write]
 
 
 LOOP_LIMITS = {
@@ -91,21 +112,33 @@ LOOP_LIMITS = {
     "decode k8v4": (745, 715, 820),
     "decode fp4": (710, 685, 785),
     "decode int4": (650, 615, 770),
-    "decode csa2-2x": (705, 680, 815),
+    "decode csa2-2x": (705, 680, 830),
     "decode csa2-4x": (750, 710, 855),
-    "decode csa2-8x": (750, 715, 840),
+    "decode csa2-8x": (750, 720, 850),
     "decode identity basis": (790, 710, 845),
     "decode plain": (390, 370, 510),
+    "extend fp4": (1240, 880, 920),
+    "extend csa2-2x": (1360, 1010, 1130),
+    "extend csa2-8x": (1840, 1530, 1530),
+    "extend identity basis": (2140, 1480, 1370),
+    "extend plain": (755, 500, 615),
+    "new tokens": (825, 650, 660),
 }
 """Instructions of the main loops for sm_80, sm_90 and sm_100: what was reached when they were written, and a few more."""
 
 
 def _cases() -> tuple[Case, ...]:
-    cases = [_attend(f"decode {name}", coded_piece(head), 8) for name, head in _heads().items()]
-    cases.append(_attend("decode plain", plain_piece(plain_layout("bf16", _GEOMETRY)), 8))
+    cases = [_attend(f"decode {name}", coded_piece(head), MIN_COLUMNS) for name, head in _heads().items()]
+    plain = plain_piece(plain_layout("bf16", _GEOMETRY))
+    cases.append(_attend("decode plain", plain, MIN_COLUMNS))
+    cases += [_attend(f"extend {name}", coded_piece(_heads()[name]), EXTEND_COLUMNS) for name in EXTENDED]
+    cases.append(_attend("extend plain", plain, EXTEND_COLUMNS))
     cases += _others()
     limits = {name: MappingProxyType(dict(zip((80, 90, 100), row, strict=True))) for name, row in LOOP_LIMITS.items()}
-    return tuple(replace(case, loop_limits=limits[case.name]) if case.name in limits else case for case in cases)
+    return tuple(
+        replace(case, loop_limits=limits.get(case.name, case.loop_limits), loop_spills=LOOP_SPILLS.get(case.name, 0))
+        for case in cases
+    )
 
 
 CASES = _cases()

@@ -234,6 +234,7 @@ def _format_pieces(layout: PageLayout) -> FormatPieces:
     if g.head_dim > MAX_HEAD_DIM or g.head_dim % 4:
         raise KernelLayoutError(f"head_dim {g.head_dim}: the Triton kernels take multiples of 4 up to {MAX_HEAD_DIM}")
     shape = (g.num_layers, g.num_kv_heads)
+    pieces: tuple[Piece, ...]
     if layout.is_plain:
         row = g.page_size * g.head_dim * g.dtype.itemsize
         starts = [layout.layer_range(layer)[0] + head * row for layer in range(shape[0]) for head in range(shape[1])]

@@ -30,7 +30,7 @@ def attend_plain(
     top = tl.full((M,), NOTHING, tl.float32)
     mass = tl.zeros((M,), tl.float32)
     out = empty(P.dim, M, WIDE)
-    for step in tl.range(0, tl.cdiv(end - begin, P.tile_pages) * P.page_tiles, num_stages=STAGES):
+    for step in tl.range(0, tl.cdiv(end - begin, P.tile_pages) * P.page_tiles, num_stages=1 if WIDE else STAGES):
         page = begin + step // P.page_tiles * P.tile_pages
         number = page + n // P.entries if P.tile_pages > 1 else page + 0 * n
         entry = n % P.entries if P.tile_pages > 1 else n + step % P.page_tiles * P.tile

@@ -90,9 +90,7 @@ def plan_batch(
     of_block = blocks.spans[None, :, None, :2].expand(num_formats, -1, splits, -1)
     items = torch.cat((of_block, torch.stack((cuts[..., :-1], cuts[..., 1:]), -1).int()), -1)
     places = torch.gather(offsets[known] // ALIGNMENT, 1, order)
-    return BatchPlan(
-        places.flatten().int(), torch.gather(valid, 1, order).flatten().int(), blocks, items.contiguous()
-    )
+    return BatchPlan(places.flatten().int(), torch.gather(valid, 1, order).flatten().int(), blocks, items.contiguous())
 
 
 def check_mapped(pages: Tensor, lengths: Tensor, formats: Tensor, page_size: int) -> None:

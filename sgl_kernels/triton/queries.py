@@ -1,5 +1,6 @@
 """Queries in the bases in which pages are stored."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -41,7 +42,7 @@ class FoldedQueries:
             start = first_basis + self._row
             columns = self._bases.reduced[start : start + self._groups]
             model = self._made["model"]
-            grouped = model.unflatten(1, (self._groups, -1)).transpose(0, 1)
-            folded = (grouped.flatten(1, 2) @ columns).unflatten(1, grouped.shape[1:3]).transpose(0, 1).flatten(1, 2)
+            grouped = model.view(model.shape[0], self._groups, -1, model.shape[-1])
+            folded = torch.einsum("tgrd,gdc->tgrc", grouped, columns).flatten(1, 2)
             self._made[name] = F.pad(folded, (0, model.shape[-1] - folded.shape[-1])).contiguous()
         return self._made[name]

@@ -20,7 +20,7 @@ import sgl_kernels.triton.attention  # noqa: F401  all modules with kernels, bef
 
 
 class _Interpreted(InterpretedFunction):
-    """A kernel or what it calls; the language is patched already. Patching it anew at each call inside takes half the time."""
+    """A kernel or what it calls; the language is patched already. Patching it anew at each call takes half the time."""
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         return self.rewrite()(*args, **kwargs)

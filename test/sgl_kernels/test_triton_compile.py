@@ -2,7 +2,7 @@
 
 import pytest
 
-from sgl_kernels.triton.gate import ARCHITECTURES, PRODUCTS, REGISTER_LIMIT, SHARED_LIMIT, compile_case, loop_instructions
+from sgl_kernels.triton.gate import ARCHITECTURES, PRODUCTS, REGISTER_LIMIT, SHARED_LIMIT, compile_case, main_loop
 from sgl_kernels.triton.gate_cases import CASES, Case
 
 
@@ -12,12 +12,17 @@ def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=ARCHITECTURES.get)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+BETWEEN = ("decode k8v4", "decode csa2-4x", "decode int4", "extend csa2-2x")
+"""What lies between others is compiled for one architecture here; `python -m sgl_kernels.triton.gate` compiles all."""
+COMPILED = [(case, a) for case in CASES for a in ARCHITECTURES if a == 90 or case.name not in BETWEEN]
+
+
+@pytest.mark.parametrize(("case", "architecture"), COMPILED, ids=lambda x: getattr(x, "name", x))
 def test_what_is_compiled_fits(case: Case, architecture: int):
     compiled = compile_case(case, architecture)
     assert compiled.registers <= (case.registers if architecture >= 90 else REGISTER_LIMIT)
-    assert compiled.stack_bytes == 0, "registers are spilled"
+    assert compiled.stack_bytes <= case.stack_bytes, "registers are spilled"
+    assert compiled.loop_spills <= case.loop_spills
     assert compiled.shared_bytes <= SHARED_LIMIT[architecture]
     if case.loop_limits:
         assert PRODUCTS[architecture] in compiled.products
@@ -37,4 +42,4 @@ def test_the_loop_is_found_in_machine_code():
     ]
     lines += ["EXIT", ".L_wait:", "BRA `(.L_inner)"]
     code = [line if line.startswith(".") else f"        /*{i:04x}*/  {line} ;" for i, line in enumerate(lines)]
-    assert loop_instructions("\n".join(code)) == 4
+    assert main_loop("\n".join(code)) == ["HGMMA", "MUFU.EX2", "HGMMA", "BRA"]
