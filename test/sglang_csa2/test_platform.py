@@ -88,10 +88,10 @@ def test_rotary_embedding_is_built_without_vllm():
 
 def test_refusal_is_the_last_line_of_the_launch(tmp_path):
     model = write_model(tmp_path / "llama")
-    ended = launch("--model-path", str(model), "--kv-compress", "csa2", "--tp-size", "2")
+    ended = launch("--model-path", str(model), "--kv-compress", "csa2", "--pp-size", "2")
     assert ended.returncode == 1
     assert ended.stderr.splitlines()[-1].startswith(
-        "csa2.errors.OptionError: --kv-compress csa2 cannot be combined with --tp-size 2: "
+        "csa2.errors.OptionError: --kv-compress csa2 cannot be combined with --pp-size 2: "
     )
 
 
