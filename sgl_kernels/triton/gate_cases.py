@@ -78,9 +78,8 @@ def _attend(name: str, piece: Piece, columns: int) -> Case:
         "arena:*u8 pages:*i32 lengths:*i32 items:*i32 table:*i32 q_codes:*fp32 q_means:*fp32 notes:*fp32 codes_max:*i32 "
         "out:*fp32 lse:*fp32 num_heads:i32"
     )
-    return Case(
-        name, attend_items, _signature(arguments, constants), constants, WARPS[columns], registers=REGISTERS[columns]
-    )
+    case = Case(name, attend_items, _signature(arguments, constants), constants, WARPS[columns])
+    return replace(case, registers=REGISTERS[columns], stack_bytes=RUN_STACK if is_wide(columns) else 0)
 
 
 def _others() -> list[Case]:

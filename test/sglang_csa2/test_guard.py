@@ -169,7 +169,8 @@ def test_aborting_everything_aborts_it_too(forks: SchedulerForks) -> None:
 def test_documents_are_no_samples(forks: SchedulerForks) -> None:
     """They predict nothing. A hit on one is a sample like any other."""
     text = words(1, 6 * PAGE)
-    payload = {"page_format": None, "extra_key": None, "ttl": None, "serial": 1, "document_id": "doc", "input_ids": list(text)}
+    payload = {"page_format": None, "extra_key": None, "ttl": None, "serial": 1}
+    payload |= {"document_id": "doc", "input_ids": list(text)}
     asks = [Ask("hit", (*text, *words(2, 20)), 8, after=("hits", 0))]
     commands = [Command("doc", "document_add", payload), Command("hits", "stats", after=("doc", 0))]
     result = forks.run(asks, ROOMY, commands=commands, **ALWAYS)
