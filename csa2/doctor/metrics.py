@@ -1,11 +1,9 @@
-"""Prometheus text, read as far as the doctor needs it: sums over series, means of histograms."""
+"""Metrics as the doctor needs them: sums over series, means of histograms."""
 
-import re
 from collections import defaultdict
 from dataclasses import dataclass
 
-_LINE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)")
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+from csa2.metrics_text import parse_samples
 
 Series = list[tuple[dict[str, str], float]]
 
@@ -23,14 +21,8 @@ class Metrics:
 
     def __init__(self, text: str) -> None:
         self._series: dict[str, Series] = defaultdict(list)
-        for line in text.splitlines():
-            if (found := _LINE.match(line)) is None:
-                continue
-            name, labels, value = found.groups()
-            try:
-                self._series[name].append((dict(_LABEL.findall(labels or "")), float(value)))
-            except ValueError:
-                continue  # a value in a dialect that SGLang does not write
+        for name, labels, value in parse_samples(text):
+            self._series[name].append((labels, value))
 
     def total(self, name: str, **labels: str) -> float:
         """Sum of the series of `name` that have these labels; 0 where there are none."""

@@ -11,7 +11,7 @@ import msgspec
 from csa2.documents import DocumentView
 from csa2.info import fetch, fetch_stats
 from csa2.stats import CacheStats
-from csa2.top.metrics_text import Load, quantile
+from csa2.top.load import Load, quantile
 
 ADMIN_KEY_VARIABLE = "CSA2_ADMIN_API_KEY"
 """Environment variable with the key of a server that was started with --admin-api-key."""

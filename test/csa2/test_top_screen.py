@@ -4,7 +4,7 @@ import msgspec
 import pytest
 from top_samples import MANUAL, METRICS, MIB, STATS
 
-from csa2.top.metrics_text import Load, parse_samples, quantile
+from csa2.top.load import Load, quantile, sglang_samples
 from csa2.top.readings import Reading, Readings
 from csa2.top.screen import Span, arena_parts, bar, lines, paint
 
@@ -30,7 +30,7 @@ def facts(*taken, width=200):
 
 
 def test_samples_of_sglang():
-    samples = parse_samples(METRICS)
+    samples = sglang_samples(METRICS)
     assert ("num_queue_reqs", {"model_name": 'a \\"quoted\\" } name'}, 2.0) in samples
     assert all(labels.get("tp_rank", "0") == "0" for _, labels, _ in samples)
     assert "python_info" not in {name for name, _, _ in samples}

@@ -1,13 +1,12 @@
 """What SGLang publishes under /metrics, as far as `csa2 top` shows it."""
 
 import math
-import re
 from dataclasses import dataclass
 from typing import Self
 
+from csa2.metrics_text import parse_samples
+
 PREFIX = "sglang:"
-_SAMPLE = re.compile(r"(sglang:\w+)(?:\{(.*)\})? (\S+)")
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 Buckets = dict[float, float]
 """Of a histogram: upper end -> how many were not above it."""
@@ -26,7 +25,7 @@ class Load:
     @classmethod
     def parse(cls, text: str) -> Self | None:
         """From the text of /metrics; None where SGLang has published nothing yet."""
-        samples = parse_samples(text)
+        samples = sglang_samples(text)
         if not {"generation_tokens_total", "num_running_reqs"} & {name for name, _, _ in samples}:
             return None
 
@@ -46,17 +45,14 @@ class Load:
         )
 
 
-def parse_samples(text: str) -> list[tuple[str, dict[str, str], float]]:
+def sglang_samples(text: str) -> list[tuple[str, dict[str, str], float]]:
     """Samples of SGLang in Prometheus text: (name without the prefix, labels, value). Of ranks that share a replica, which
     report the same, the first one counts."""
-    samples = []
-    for line in text.splitlines():
-        if not (match := _SAMPLE.match(line)):
-            continue
-        labels = dict(_LABEL.findall(match[2] or ""))
-        if labels.get("tp_rank", "0") == "0":
-            samples.append((match[1].removeprefix(PREFIX), labels, float(match[3])))
-    return samples
+    return [
+        (name.removeprefix(PREFIX), labels, value)
+        for name, labels, value in parse_samples(text)
+        if name.startswith(PREFIX) and labels.get("tp_rank", "0") == "0"
+    ]
 
 
 def quantile(before: tuple[tuple[float, float], ...], after: tuple[tuple[float, float], ...], share: float) -> float | None:
