@@ -37,7 +37,7 @@ def submit(
     """Queue a greedy request of `owner`. A scheduler that cannot take it ends it at once, like any other."""
     setattr(scheduler, _OWNER, owner)
     try:
-        scheduler.handle_generate_request(_request(rid, tokens, max_new_tokens, extra_key))
+        scheduler.handle_generate_request(tokenized_request(rid, tokens, extra_key, max_new_tokens=max_new_tokens))
     finally:
         setattr(scheduler, _OWNER, None)
 
@@ -50,12 +50,17 @@ def before_queue(scheduler: Any, req: Any) -> None:
         owner.queued(req)
 
 
-def _request(rid: str, tokens: Sequence[int], max_new_tokens: int, extra_key: str | None) -> Any:
+def tokenized_request(rid: str, tokens: Sequence[int], extra_key: str | None = None, **sampling: Any) -> Any:
+    """A greedy request as it arrives at a scheduler.
+
+    Args:
+        sampling: more sampling parameters, by SGLang's names.
+    """
     from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
     from sglang.srt.sampling.sampling_params import SamplingParams
 
-    sampling = SamplingParams(max_new_tokens=max_new_tokens, temperature=0)
-    sampling.normalize(None)
+    params = SamplingParams(temperature=0, **sampling)
+    params.normalize(None)
     return TokenizedGenerateReqInput(
         rid=rid,
         input_text=None,
@@ -63,7 +68,7 @@ def _request(rid: str, tokens: Sequence[int], max_new_tokens: int, extra_key: st
         input_embeds=None,
         mm_inputs=None,
         token_type_ids=None,
-        sampling_params=sampling,
+        sampling_params=params,
         return_logprob=False,
         logprob_start_len=-1,
         top_logprobs_num=0,

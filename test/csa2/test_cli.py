@@ -4,11 +4,10 @@ import json
 import socket
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import msgspec
 import pytest
+from fake_server import serving
 
 import csa2
 from csa2 import info
@@ -51,36 +50,10 @@ STATS = CacheStats(
 )
 
 
-class _Server(HTTPServer):
-    """Answers every GET with `answer`, and keeps the requests."""
-
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.answer = (200, msgspec.json.encode(STATS))
-        self.requests = []
-        self.url = f"http://127.0.0.1:{self.server_port}"
-
-
-class _Handler(BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.server.requests.append((self.path, self.headers.get("Authorization")))
-        status, body = self.server.answer
-        self.send_response(status)
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *arguments):
-        """Quiet."""
-
-
 @pytest.fixture
 def server():
-    with _Server() as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
-        thread.start()
+    with serving({"/csa2/stats": (200, msgspec.json.encode(STATS))}) as server:
         yield server
-        server.shutdown()
-        thread.join()
 
 
 def run(clean_env, *arguments):
@@ -159,7 +132,7 @@ def test_a_package_that_is_missing_is_named(monkeypatch):
 
 def test_info_of_a_server_as_text(server, capsys):
     assert main(["info", "--url", server.url + "/"]) == 0
-    assert server.requests == [("/csa2/stats", None)]
+    assert server.asked == [("/csa2/stats", None)]
     words = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     for line in (
         "arena 1 MiB used of 1 GiB, 2 MiB in slabs",
@@ -182,7 +155,7 @@ def test_info_of_a_server_as_json(server, capsys):
 
 
 def test_info_of_replicas_is_of_all_and_says_how_many(server, capsys):
-    server.answer = (200, msgspec.json.encode(combined_stats([STATS, STATS])))
+    server.answers["/csa2/stats"] = (200, msgspec.json.encode(combined_stats([STATS, STATS])))
     assert main(["info", "--url", server.url]) == 0
     words = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     for line in ("arena 2 MiB used of 2 GiB, 4 MiB in slabs", "replicas 2", "documents 1 with 4 pages, 512 B"):
@@ -197,7 +170,7 @@ def test_a_proxy_does_not_stand_between_this_machine_and_itself(server, monkeypa
 def test_the_key_of_the_server_comes_from_the_environment(server, monkeypatch):
     monkeypatch.setenv("CSA2_API_KEY", "secret")
     fetch_stats(server.url)
-    assert server.requests == [("/csa2/stats", "Bearer secret")]
+    assert server.asked == [("/csa2/stats", "Bearer secret")]
 
 
 @pytest.mark.parametrize(
@@ -211,7 +184,7 @@ def test_the_key_of_the_server_comes_from_the_environment(server, monkeypatch):
     ],
 )
 def test_a_server_without_statistics_is_one_line(server, capsys, status, body, expected):
-    server.answer = (status, body)
+    server.answers["/csa2/stats"] = (status, body)
     assert main(["info", "--url", server.url]) == 1
     out, err = capsys.readouterr()
     assert out == ""

@@ -6,13 +6,12 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import msgspec
 import pytest
 from doctor_cases import histogram
 from doctor_cases import stats as healthy
+from fake_server import serving
 
 from csa2.cli import main
 from csa2.doctor import collect
@@ -44,43 +43,18 @@ def stats(**changes):
     return json.dumps(known).encode()
 
 
-class _Server(HTTPServer):
-    """Answers GET by path, 404 elsewhere."""
-
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.url = f"http://127.0.0.1:{self.server_port}"
-        self.answers = {
-            "/csa2/stats": (200, stats(options={"calibration": None})),
-            "/server_info": (200, b'{"page_size": 64, "max_running_requests": 64}'),
-            "/model_info": (200, b'{"model_path": "/no/such/model"}'),
-            "/csa2/documents": (200, b'{"documents": []}'),
-            "/v1/loads": (200, json.dumps({"loads": BUSY["loads"][1:]}).encode()),
-            "/metrics": (200, histogram("time_to_first_token_seconds", 0.2, 10).encode()),
-        }
-        self.keys = []
-
-
-class _Handler(BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.server.keys.append(self.headers.get("Authorization"))
-        status, body = self.server.answers.get(self.path, (404, b"{}"))
-        self.send_response(status)
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *arguments):
-        """Quiet."""
-
-
 @pytest.fixture
 def server():
-    with _Server() as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
-        thread.start()
+    answers = {
+        "/csa2/stats": (200, stats(options={"calibration": None})),
+        "/server_info": (200, b'{"page_size": 64, "max_running_requests": 64}'),
+        "/model_info": (200, b'{"model_path": "/no/such/model"}'),
+        "/csa2/documents": (200, b'{"documents": []}'),
+        "/v1/loads": (200, json.dumps({"loads": BUSY["loads"][1:]}).encode()),
+        "/metrics": (200, histogram("time_to_first_token_seconds", 0.2, 10).encode()),
+    }
+    with serving(answers) as server:
         yield server
-        server.shutdown()
-        thread.join()
 
 
 def doctor(server, *more):
@@ -96,7 +70,7 @@ def test_a_healthy_server_exits_with_0(server, capsys, monkeypatch):
     assert "1 requests run, 0 wait" in out
     assert "first token after 0.20 s (mean of 10 requests)" in out
     assert "Could not look at" not in out
-    assert set(server.keys) == {"Bearer secret"}
+    assert {key for _, key in server.asked} == {"Bearer secret"}
 
 
 def test_findings_exit_with_1_and_say_what_to_do(server, capsys):

@@ -11,55 +11,27 @@ import struct
 import subprocess
 import sys
 import termios
-import threading
 import time
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import msgspec
 import pytest
+from fake_server import serving
 from top_samples import MANUAL, METRICS, STATS
 
 from csa2.cli import main
 from csa2.top.readings import take_reading
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.url = f"http://127.0.0.1:{self.server_port}"
-        self.answers = {
-            "/csa2/stats": (200, msgspec.json.encode(STATS)),
-            "/csa2/documents": (200, msgspec.json.encode({"documents": [MANUAL]})),
-            "/metrics": (404, b""),
-        }
-        self.asked = []
-
-
-class _Handler(BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.server.asked.append((self.path, self.headers.get("Authorization")))
-        status, body = self.server.answers[self.path]
-        self.send_response(status)
-        if status == 302:
-            self.send_header("Location", self.server.url + "/elsewhere")
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *arguments):
-        """Quiet."""
-
-
 @pytest.fixture
 def server():
-    with _Server() as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-        thread.start()
+    answers = {
+        "/csa2/stats": (200, msgspec.json.encode(STATS)),
+        "/csa2/documents": (200, msgspec.json.encode({"documents": [MANUAL]})),
+        "/metrics": (404, b""),
+    }
+    with serving(answers) as server:
         yield server
-        server.shutdown()
-        thread.join()
 
 
 def test_once_prints_one_reading(server, capsys):

@@ -233,27 +233,9 @@ def _make_scheduler(job: Job) -> Any:
 
 
 def _generate_request(request: Request) -> Any:
-    from array import array
+    from sglang_csa2.own_requests import tokenized_request
 
-    from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
-    from sglang.srt.sampling.sampling_params import SamplingParams
-
-    sampling = SamplingParams(max_new_tokens=len(request.forced), temperature=0, ignore_eos=True)
-    sampling.normalize(None)
-    return TokenizedGenerateReqInput(
-        rid=request.rid,
-        input_text=None,
-        input_ids=array("q", request.prompt),
-        input_embeds=None,
-        mm_inputs=None,
-        token_type_ids=None,
-        sampling_params=sampling,
-        return_logprob=False,
-        logprob_start_len=-1,
-        top_logprobs_num=0,
-        token_ids_logprob=None,
-        stream=False,
-    )
+    return tokenized_request(request.rid, request.prompt, max_new_tokens=len(request.forced), ignore_eos=True)
 
 
 def _collect_log(lines: list[str]) -> None:

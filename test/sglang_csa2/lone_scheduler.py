@@ -338,30 +338,10 @@ def _make_scheduler(model: str, options: dict[str, Any]) -> Any:
 
 
 def _request(ask: Ask, prompt: tuple[int, ...]) -> Any:
-    from array import array
+    from sglang_csa2.own_requests import tokenized_request
 
-    from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
-    from sglang.srt.sampling.sampling_params import SamplingParams
-
-    sampling = SamplingParams(
-        max_new_tokens=ask.max_new_tokens, temperature=0, ignore_eos=ask.ignore_eos, custom_params=ask.custom_params
-    )
-    sampling.normalize(None)
-    return TokenizedGenerateReqInput(
-        rid=ask.rid,
-        input_text=None,
-        input_ids=array("q", prompt),
-        input_embeds=None,
-        mm_inputs=None,
-        token_type_ids=None,
-        sampling_params=sampling,
-        return_logprob=False,
-        logprob_start_len=-1,
-        top_logprobs_num=0,
-        token_ids_logprob=None,
-        stream=False,
-        extra_key=ask.extra_key,
-    )
+    sampling = {name: getattr(ask, name) for name in ("max_new_tokens", "ignore_eos", "custom_params")}
+    return tokenized_request(ask.rid, prompt, ask.extra_key, **sampling)
 
 
 def _main(model: str) -> None:

@@ -7,7 +7,6 @@ what it holds. Arguments: the folder of the model, then the job as JSON.
 import json
 import os
 import sys
-from array import array
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -70,7 +69,12 @@ class _Rank:
             raise _Done
         due = [ask for ask in self.waiting if ask[0] <= self.turn]
         self.waiting = [ask for ask in self.waiting if ask[0] > self.turn]
-        return [_request(f"{turn}-{i}", prompt, length) for i, (turn, prompt, length) in enumerate(due)]
+        from sglang_csa2.own_requests import tokenized_request
+
+        return [
+            tokenized_request(f"{turn}-{i}", prompt, max_new_tokens=length, ignore_eos=True)
+            for i, (turn, prompt, length) in enumerate(due)
+        ]
 
     def _take(self, out: Any) -> None:
         if type(out).__name__ == "BatchTokenIDOutput":
@@ -100,28 +104,6 @@ def _make_scheduler(model: str, job: dict[str, Any]) -> Any:
     publish(record, role="scheduler", ranks=SpawnRanks(world_rank=job["rank"], gpu_id=job["rank"]))
     configure_logger(record)
     return Scheduler(record, server_args.PortArgs.init_new(record))
-
-
-def _request(rid: str, prompt: list[int], length: int) -> Any:
-    from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
-    from sglang.srt.sampling.sampling_params import SamplingParams
-
-    sampling = SamplingParams(max_new_tokens=length, temperature=0, ignore_eos=True)
-    sampling.normalize(None)
-    return TokenizedGenerateReqInput(
-        rid=rid,
-        input_text=None,
-        input_ids=array("q", prompt),
-        input_embeds=None,
-        mm_inputs=None,
-        token_type_ids=None,
-        sampling_params=sampling,
-        return_logprob=False,
-        logprob_start_len=-1,
-        top_logprobs_num=0,
-        token_ids_logprob=None,
-        stream=False,
-    )
 
 
 def _main(model: str, job: dict[str, Any]) -> None:
