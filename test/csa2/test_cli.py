@@ -8,6 +8,7 @@ import sys
 import msgspec
 import pytest
 from fake_server import serving
+from stats_samples import cache_stats
 
 import csa2
 from csa2 import info
@@ -16,7 +17,7 @@ from csa2.errors import OptionError
 from csa2.info import ServerStatsError, fetch_stats
 from csa2.stats import CacheStats, combined_stats
 
-STATS = CacheStats(
+STATS = cache_stats(
     arena_bytes=2**30,
     used_bytes=2**20,
     slab_bytes=2**21,
@@ -33,19 +34,7 @@ STATS = CacheStats(
     prompt_tokens_total=4096,
     turns_total=5,
     prefix_hit_tokens_by_format={"bf16": 64, "fp8": 0, "fp4": 64},
-    target_ratio=1.0,
-    live_bytes=512,
-    documents=1,
-    pinned_pages=2,
-    pinned_bytes=256,
     identity_basis_layers=[0, 7],
-    ratio_ceiling=8.0,
-    guard_compared_total=0,
-    guard_agreed_total=0,
-    guard_skipped_total=0,
-    guard_backoffs_total=0,
-    guard_agreement=None,
-    weight_copy_bytes=0,
     options={"ratio": "1", "arena_size": None, "hot_tokens": 128},
 )
 

@@ -1,10 +1,11 @@
 """What a server says, for the tests of `csa2 top`."""
 
+from stats_samples import cache_stats
+
 from csa2.documents import DocumentView
-from csa2.stats import CacheStats
 
 MIB = 2**20
-STATS = CacheStats(
+STATS = cache_stats(
     arena_bytes=100 * MIB,
     used_bytes=48 * MIB,
     slab_bytes=50 * MIB,
@@ -21,19 +22,11 @@ STATS = CacheStats(
     prompt_tokens_total=10000,
     turns_total=20,
     prefix_hit_tokens_by_format={"bf16": 200, "fp8": 2800, "fp4": 0},
-    ratio_ceiling=8.0,
-    guard_compared_total=0,
-    guard_agreed_total=0,
-    guard_skipped_total=0,
-    guard_backoffs_total=0,
-    guard_agreement=None,
     target_ratio=1.5,
     live_bytes=20 * MIB,
     documents=0,
     pinned_pages=0,
     pinned_bytes=0,
-    identity_basis_layers=[],
-    weight_copy_bytes=0,
     options={"ratio": "auto"},
 )
 MANUAL = DocumentView(

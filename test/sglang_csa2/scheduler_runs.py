@@ -5,6 +5,7 @@ One process imports SGLang and forks for every run, so that a run takes seconds:
 
 import json
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -104,6 +105,12 @@ class Result:
     retracted: int = 0
     checked: int = 0
     """Forward passes before which the pages of a request were compared with what the model writes."""
+
+
+def words(seed: int, count: int) -> tuple[int, ...]:
+    """Token ids that stand for text."""
+    chance = random.Random(seed)
+    return tuple(chance.randrange(3, 500) for _ in range(count))
 
 
 class SchedulerForks:

@@ -8,7 +8,7 @@ import random
 from collections.abc import Iterator
 
 import pytest
-from scheduler_runs import PAGE, Ask, Result, SchedulerForks
+from scheduler_runs import PAGE, Ask, Result, SchedulerForks, words
 
 pytestmark = pytest.mark.e2e
 
@@ -18,12 +18,6 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SchedulerForks]:
     schedulers = SchedulerForks(tmp_path_factory.mktemp("schedulers"))
     yield schedulers
     schedulers.close()
-
-
-def words(seed: int, count: int) -> tuple[int, ...]:
-    """Token ids that stand for text."""
-    chance = random.Random(seed)
-    return tuple(chance.randrange(3, 500) for _ in range(count))
 
 
 def kinds(result: Result) -> dict[str, str]:

@@ -11,6 +11,7 @@ import pytest
 from sglang.srt.managers import io_struct, tokenizer_control_mixin
 from sglang.srt.managers.communicator import FanOutCommunicator
 from sglang.utils import TypeBasedDispatcher
+from stats_samples import cache_stats
 
 from csa2.errors import OptionError
 from csa2.stats import CacheStats
@@ -20,38 +21,20 @@ from sglang_csa2.control import Csa2ControlReq, Csa2ControlReqOutput, OperationE
 
 def make_stats(**changes: Any) -> CacheStats:
     fields: dict[str, Any] = {
-        "arena_bytes": 4096,
         "used_bytes": 1024,
         "slab_bytes": 2048,
         "pages": {"bf16": 3, "fp8": 0, "fp4": 44},
-        "page_bytes": {"bf16": 400, "fp8": 200, "fp4": 100},
         "logical_tokens": 3008,
-        "capacity_tokens": 8192,
         "compression_ratio": 3.05,
         "metadata_fraction": 0.1,
         "demotions_total": {"bf16->fp8": 0, "bf16->fp4": 44},
-        "compactions_total": 0,
-        "evicted_tokens_total": 0,
         "prefix_hit_tokens_total": 12,
         "prompt_tokens_total": 100,
         "turns_total": 3,
         "prefix_hit_tokens_by_format": {"bf16": 12, "fp8": 0, "fp4": 0},
-        "target_ratio": 1.0,
-        "live_bytes": 512,
-        "documents": 1,
-        "pinned_pages": 2,
-        "pinned_bytes": 256,
-        "identity_basis_layers": [],
-        "ratio_ceiling": 8.0,
-        "guard_compared_total": 0,
-        "guard_agreed_total": 0,
-        "guard_skipped_total": 0,
-        "guard_backoffs_total": 0,
-        "guard_agreement": None,
-        "weight_copy_bytes": 0,
         "options": {"ratio": "1", "arena_size": None},
     }
-    return CacheStats(**{**fields, **changes})
+    return cache_stats(**{**fields, **changes})
 
 
 @pytest.fixture

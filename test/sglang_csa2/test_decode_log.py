@@ -7,42 +7,26 @@ from typing import Any
 
 import msgspec
 import pytest
+from stats_samples import cache_stats
 
 from csa2.stats import CacheStats
 from sglang_csa2 import decode_log
 from sglang_csa2.turns import TURN, Turn
 
-STATS = CacheStats(
+STATS = cache_stats(
     arena_bytes=46976205,
     used_bytes=12000000,
     slab_bytes=12897485,
     pages={"bf16": 3, "fp8": 0, "fp4": 44},
     page_bytes={"bf16": 737280, "fp8": 380160, "fp4": 195840},
     logical_tokens=3008,
-    capacity_tokens=8192,
     compression_ratio=3.049,
     metadata_fraction=0.1,
     demotions_total={"bf16->fp8": 4, "bf16->fp4": 40},
-    compactions_total=0,
-    evicted_tokens_total=0,
     prefix_hit_tokens_total=12,
     prompt_tokens_total=100,
     turns_total=3,
     prefix_hit_tokens_by_format={"bf16": 12, "fp8": 0, "fp4": 0},
-    target_ratio=1.0,
-    live_bytes=512,
-    documents=1,
-    pinned_pages=2,
-    pinned_bytes=256,
-    identity_basis_layers=[],
-    ratio_ceiling=8.0,
-    guard_compared_total=0,
-    guard_agreed_total=0,
-    guard_skipped_total=0,
-    guard_backoffs_total=0,
-    guard_agreement=None,
-    weight_copy_bytes=0,
-    options={},
 )
 
 

@@ -2,12 +2,11 @@
 compared with what the model writes."""
 
 import itertools
-import random
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from scheduler_runs import PAGE, Ask, Command, Result, SchedulerForks
+from scheduler_runs import PAGE, Ask, Command, Result, SchedulerForks, words
 
 pytestmark = pytest.mark.e2e
 
@@ -20,12 +19,6 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SchedulerForks]:
     schedulers = SchedulerForks(tmp_path_factory.mktemp("schedulers"))
     yield schedulers
     schedulers.close()
-
-
-def words(seed: int, count: int) -> tuple[int, ...]:
-    """Token ids that stand for text."""
-    chance = random.Random(seed)
-    return tuple(chance.randrange(3, 500) for _ in range(count))
 
 
 SERIALS = itertools.count(1)

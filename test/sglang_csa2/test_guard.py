@@ -1,11 +1,10 @@
 """The agreement guard in a real scheduler: SGLang's strict memory checks run after every step."""
 
-import random
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from scheduler_runs import PAGE, Ask, Command, Result, SchedulerForks
+from scheduler_runs import PAGE, Ask, Command, Result, SchedulerForks, words
 
 pytestmark = pytest.mark.e2e
 
@@ -14,12 +13,6 @@ ROOMY = 130
 ALWAYS: dict[str, Any] = {"csa2_guard": 1.0}
 ATTENTION = 4.0
 """Weight of attention with which predictions depend on what pages hold."""
-
-
-def words(seed: int, count: int) -> tuple[int, ...]:
-    """Token ids that stand for text."""
-    chance = random.Random(seed)
-    return tuple(chance.randrange(3, 500) for _ in range(count))
 
 
 OVERWRITTEN = [Ask("other", words(1, 800), 2), Ask("a", words(2, 800), 110, after=("other", 0))]

@@ -5,52 +5,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
+from stats_samples import cache_stats
 
-from csa2.stats import CacheStats
 from sglang_csa2.metrics import CacheMetrics
 from sglang_csa2.turns import Turn
 
 LABELS = {"model_name": "m", "engine_type": "unified", "tp_rank": 0}
-
-
-def make_stats(**changes: Any) -> CacheStats:
-    fields: dict[str, Any] = {
-        "arena_bytes": 4096,
-        "used_bytes": 0,
-        "slab_bytes": 0,
-        "pages": {"bf16": 0, "fp8": 0, "fp4": 0},
-        "page_bytes": {"bf16": 400, "fp8": 200, "fp4": 100},
-        "logical_tokens": 0,
-        "capacity_tokens": 8192,
-        "compression_ratio": 1.0,
-        "metadata_fraction": 0.0,
-        "demotions_total": {"bf16->fp8": 0, "bf16->fp4": 0},
-        "compactions_total": 0,
-        "evicted_tokens_total": 0,
-        "prefix_hit_tokens_total": 0,
-        "prompt_tokens_total": 0,
-        "turns_total": 0,
-        "prefix_hit_tokens_by_format": {"bf16": 0, "fp8": 0, "fp4": 0},
-        "target_ratio": 1.0,
-        "live_bytes": 512,
-        "documents": 1,
-        "pinned_pages": 2,
-        "pinned_bytes": 256,
-        "identity_basis_layers": [],
-        "ratio_ceiling": 8.0,
-        "guard_compared_total": 0,
-        "guard_agreed_total": 0,
-        "guard_skipped_total": 0,
-        "guard_backoffs_total": 0,
-        "guard_agreement": None,
-        "weight_copy_bytes": 0,
-        "options": {},
-    }
-    return CacheStats(**{**fields, **changes})
 
 
 @pytest.fixture
@@ -69,7 +32,7 @@ def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None
 
 
 def test_first_reading_shows_every_series(registry: CollectorRegistry, metrics: CacheMetrics) -> None:
-    metrics.update(make_stats())
+    metrics.update(cache_stats())
     assert value(registry, "arena_bytes") == 4096
     assert value(registry, "capacity_tokens") == 8192
     assert value(registry, "compression_ratio") == 1
@@ -89,8 +52,8 @@ def test_first_reading_shows_every_series(registry: CollectorRegistry, metrics: 
 
 
 def test_gauges_hold_the_last_reading(registry: CollectorRegistry, metrics: CacheMetrics) -> None:
-    metrics.update(make_stats(used_bytes=5000, compression_ratio=3.5, pages={"bf16": 3, "fp8": 0, "fp4": 44}))
-    metrics.update(make_stats(used_bytes=100, compression_ratio=2.5, pages={"bf16": 1, "fp8": 0, "fp4": 2}))
+    metrics.update(cache_stats(used_bytes=5000, compression_ratio=3.5, pages={"bf16": 3, "fp8": 0, "fp4": 44}))
+    metrics.update(cache_stats(used_bytes=100, compression_ratio=2.5, pages={"bf16": 1, "fp8": 0, "fp4": 2}))
     assert value(registry, "used_bytes") == 100
     assert value(registry, "compression_ratio") == 2.5
     assert value(registry, "pages", format="fp4") == 2
@@ -98,7 +61,7 @@ def test_gauges_hold_the_last_reading(registry: CollectorRegistry, metrics: Cach
 
 def test_counters_follow_the_totals(registry: CollectorRegistry, metrics: CacheMetrics) -> None:
     for total in (0, 40, 40, 100):
-        metrics.update(make_stats(prompt_tokens_total=total, demotions_total={"bf16->fp8": 0, "bf16->fp4": total}))
+        metrics.update(cache_stats(prompt_tokens_total=total, demotions_total={"bf16->fp8": 0, "bf16->fp4": total}))
     assert value(registry, "prompt_tokens_total") == 100
     assert value(registry, "demotions_total", step="bf16->fp4") == 100
     assert value(registry, "demotions_total", step="bf16->fp8") == 0
@@ -106,7 +69,7 @@ def test_counters_follow_the_totals(registry: CollectorRegistry, metrics: CacheM
 
 def test_hits_are_counted_by_format(registry: CollectorRegistry, metrics: CacheMetrics) -> None:
     for tokens in (64, 64, 192):
-        metrics.update(make_stats(prefix_hit_tokens_by_format={"bf16": 64, "fp8": tokens, "fp4": 0}))
+        metrics.update(cache_stats(prefix_hit_tokens_by_format={"bf16": 64, "fp8": tokens, "fp4": 0}))
     hits = [value(registry, "prefix_hit_tokens_by_format_total", format=name) for name in ("bf16", "fp8", "fp4")]
     assert hits == [64, 192, 0]
 
@@ -125,25 +88,25 @@ def test_turns_fill_the_histograms(registry: CollectorRegistry, metrics: CacheMe
 
 def test_each_replica_has_series_of_its_own(registry: CollectorRegistry) -> None:
     """As SGLang labels them: each scheduler process publishes its own, in a registry that all of them share."""
-    CacheMetrics({**LABELS, "dp_rank": 1}, registry=registry).update(make_stats(used_bytes=7))
+    CacheMetrics({**LABELS, "dp_rank": 1}, registry=registry).update(cache_stats(used_bytes=7))
     assert value(registry, "used_bytes", dp_rank="1") == 7
     assert value(registry, "used_bytes", dp_rank="0") is None
 
 
 def test_total_that_was_reset_counts_on(registry: CollectorRegistry, metrics: CacheMetrics) -> None:
     for total in (100, 30):
-        metrics.update(make_stats(evicted_tokens_total=total))
+        metrics.update(cache_stats(evicted_tokens_total=total))
     assert value(registry, "evicted_tokens_total") == 130
 
 
 PUBLISH = """
 import sys
-sys.path.insert(0, {tests!r})
-from test_metrics import LABELS, CacheMetrics, make_stats
+sys.path[:0] = {folders!r}
+from test_metrics import LABELS, CacheMetrics, cache_stats
 assert "sglang" not in sys.modules
 metrics = CacheMetrics(LABELS)
-metrics.update(make_stats(prompt_tokens_total=7))
-metrics.update(make_stats(prompt_tokens_total=9, used_bytes=5))
+metrics.update(cache_stats(prompt_tokens_total=7))
+metrics.update(cache_stats(prompt_tokens_total=9, used_bytes=5))
 """
 SCRAPE = """
 from prometheus_client import CollectorRegistry, generate_latest, multiprocess
@@ -156,7 +119,7 @@ print(generate_latest(registry).decode())
 def test_another_process_scrapes_them(tmp_path: Path) -> None:
     """As in a server: the scheduler publishes, the HTTP process answers /metrics."""
     environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
-    publish = PUBLISH.format(tests=str(Path(__file__).parent))
+    publish = PUBLISH.format(folders=[str(folder) for folder in Path(__file__).parents[:2]])
     subprocess.run([sys.executable, "-c", publish], env=environment, check=True)
     command = [sys.executable, "-c", SCRAPE]
     text = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
@@ -167,8 +130,8 @@ def test_another_process_scrapes_them(tmp_path: Path) -> None:
 
 
 def test_agreement_without_samples_is_not_a_number(registry: CollectorRegistry, metrics: CacheMetrics) -> None:
-    metrics.update(make_stats())
+    metrics.update(cache_stats())
     assert math.isnan(value(registry, "guard_agreement") or 0)
-    metrics.update(make_stats(guard_agreement=0.97, guard_compared_total=100, guard_agreed_total=97))
+    metrics.update(cache_stats(guard_agreement=0.97, guard_compared_total=100, guard_agreed_total=97))
     assert value(registry, "guard_agreement") == 0.97
     assert [value(registry, f"guard_{name}_total") for name in ("compared", "agreed", "skipped")] == [100, 97, 0]

@@ -1,10 +1,9 @@
 """Conversations in a real scheduler: what each turn finds in the cache, against SGLang's own cache and under pressure."""
 
-import random
 from collections.abc import Iterator
 
 import pytest
-from scheduler_runs import PAGE, Ask, Result, SchedulerForks
+from scheduler_runs import PAGE, Ask, Result, SchedulerForks, words
 
 pytestmark = pytest.mark.e2e
 
@@ -22,12 +21,6 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SchedulerForks]:
     schedulers = SchedulerForks(tmp_path_factory.mktemp("schedulers"))
     yield schedulers
     schedulers.close()
-
-
-def words(seed: int, count: int) -> tuple[int, ...]:
-    """Token ids that stand for text."""
-    chance = random.Random(seed)
-    return tuple(chance.randrange(3, 500) for _ in range(count))
 
 
 def conversation(name: str, seed: int) -> list[Ask]:
