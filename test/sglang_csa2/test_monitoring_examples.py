@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import yaml
 from prometheus_client import CollectorRegistry
-from test_metrics import LABELS, make_stats
+from stats_samples import cache_stats
+from test_metrics import LABELS
 
 from sglang_csa2.metrics import PREFIX, CacheMetrics
 
@@ -28,7 +29,7 @@ SCRAPED = {"instance", "job", "le"}
 def series() -> dict[str, set[str]]:
     """Every series of the cache by name, as it is under /metrics: name -> its labels."""
     registry = CollectorRegistry()
-    CacheMetrics(LABELS, registry=registry).update(make_stats())
+    CacheMetrics(LABELS, registry=registry).update(cache_stats())
     samples = itertools.chain.from_iterable(metric.samples for metric in registry.collect())
     return {sample.name: set(sample.labels) for sample in samples if not sample.name.endswith("_created")}
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from test_metrics import make_stats
+from stats_samples import cache_stats
 
 from csa2 import stats
 from csa2.stats import CacheStats, combined_stats
@@ -32,8 +32,8 @@ def test_every_statistic_says_how_replicas_add_up() -> None:
 
 def test_statistics_of_replicas_are_sums_and_means_by_bytes() -> None:
     readings = [
-        make_stats(used_bytes=300, compression_ratio=2.0, pages={"bf16": 1, "fp4": 0}, target_ratio=2.0),
-        make_stats(used_bytes=100, compression_ratio=4.0, pages={"bf16": 0, "fp4": 5}, documents=3),
+        cache_stats(used_bytes=300, compression_ratio=2.0, pages={"bf16": 1, "fp4": 0}, target_ratio=2.0),
+        cache_stats(used_bytes=100, compression_ratio=4.0, pages={"bf16": 0, "fp4": 5}, documents=3),
     ]
     together = combined_stats(readings)
     assert (together.used_bytes, together.arena_bytes) == (400, 2 * readings[0].arena_bytes)
@@ -45,17 +45,17 @@ def test_statistics_of_replicas_are_sums_and_means_by_bytes() -> None:
 
 
 def test_the_agreement_guard_is_that_of_the_worst_replica() -> None:
-    fine, bad, without = (make_stats(guard_agreement=share) for share in (1.0, 0.5, None))
+    fine, bad, without = (cache_stats(guard_agreement=share) for share in (1.0, 0.5, None))
     assert combined_stats([fine, bad, without]).guard_agreement == 0.5
     assert combined_stats([without, without]).guard_agreement is None
 
 
 def test_empty_replicas_have_ratio_one() -> None:
-    assert combined_stats([make_stats(used_bytes=0)] * 2).compression_ratio == 1.0
+    assert combined_stats([cache_stats(used_bytes=0)] * 2).compression_ratio == 1.0
 
 
 def test_statistics_say_what_each_replica_has() -> None:
-    parts = [msgspec.to_builtins(make_stats(used_bytes=used)) for used in (300, 100)]
+    parts = [msgspec.to_builtins(cache_stats(used_bytes=used)) for used in (300, 100)]
     answer = combined("stats", [ok(**part) for part in parts])
     assert (answer.ok, answer.data["used_bytes"]) == (True, 400)
     assert [(part["dp_rank"], part["used_bytes"]) for part in answer.data["replicas"]] == [(0, 300), (1, 100)]
