@@ -27,7 +27,7 @@ class Attention(Protocol):
         """What one forward pass reads, shared by all layers.
 
         Args:
-            pages: (B, P) int64 virtual page of each request at each depth.
+            pages: (B, P) int64 virtual page of each request at each depth, on the host like all arguments.
             lengths: (B,) int64 tokens of each request, new ones included.
             new: (B,) int64 new tokens of each request, which lie one after another in the batch.
         """
@@ -40,8 +40,17 @@ class Attention(Protocol):
         """
 
 
-def make_attention(store: PageStore, name: str) -> Attention:
-    """The implementation `name`, "reference" or "cpu"; compiled code seals the pages of `store` from then on too."""
+def make_attention(store: PageStore, name: str, query_heads: int) -> Attention:
+    """The implementation `name`, "reference", "cpu" or "cuda"; that of "cpu" seals the pages of `store` from then on too.
+
+    Args:
+        query_heads: H of every layer.
+    """
+    if name == "cuda":
+        # Here, because it imports Triton, which compiles nothing and needs none where nobody asks for it.
+        from csa2.cuda_attention import CudaAttention
+
+        return CudaAttention(store, query_heads)
     return ReferenceAttention(store) if name == "reference" else CompiledAttention(store)
 
 

@@ -1,8 +1,10 @@
 """Who computes on compressed pages: what `--csa2-impl` comes to on this machine."""
 
 import functools
+import os
 from dataclasses import dataclass
 
+from csa2.errors import OptionError
 from csa2.options import Impl, RopeVariant
 
 
@@ -11,7 +13,7 @@ class Implementation:
     """An implementation and why it was chosen."""
 
     name: str
-    """ "cpu" or "reference"."""
+    """ "cpu", "cuda" or "reference"."""
     detail: str
     """The instruction set of compiled code, or why there is none."""
     fallback: bool = False
@@ -27,11 +29,14 @@ def resolve_impl(impl: Impl, rope: RopeVariant = "rotated") -> Implementation:
     say so.
 
     Raises:
+        OptionError: "cuda" was asked for and there is no CUDA device, nor Triton's interpreter in its place.
         KernelBuildError: "cpu" was asked for and cannot be compiled.
         InstructionSetError: the environment names an instruction set that this CPU lacks.
     """
     if impl == "reference":
         return Implementation("reference", "torch")
+    if impl == "cuda":
+        return Implementation("cuda", _cuda_detail())
     if rope == "separated":
         return Implementation("reference", "compiled code does not read --csa2-rope separated", fallback=True)
     # Here, because it imports torch and the options are also read where nothing is computed.
@@ -44,6 +49,19 @@ def resolve_impl(impl: Impl, rope: RopeVariant = "rotated") -> Implementation:
         if impl != "auto":
             raise
         return Implementation("reference", str(error), fallback=True)
+
+
+def _cuda_detail() -> str:
+    import torch
+
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return "Triton's interpreter"
+    if not torch.cuda.is_available():
+        raise OptionError(
+            "--csa2-impl cuda needs a CUDA device, and torch sees none: leave the option out, or set TRITON_INTERPRET=1 to "
+            "run its kernels in Triton's interpreter, which is thousands of times slower and for tests only"
+        )
+    return str(torch.cuda.get_device_name())
 
 
 def fallback_warning(implementation: Implementation) -> str:

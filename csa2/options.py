@@ -30,7 +30,6 @@ IMPLS: tuple[str, ...] = get_args(Impl)
 PACK_WEIGHTS: tuple[str, ...] = get_args(PackWeights)
 
 GUARD_MIN = 0.9
-SERVED_IMPLS = ("auto", "reference", "cpu")
 
 
 class CacheOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -101,15 +100,10 @@ class CacheOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
                 f"--csa2-tail-format {self.tail_format} and --csa2-ratio {self.ratio} both say what old pages become: leave "
                 f"one of them out"
             )
-        if self.impl not in SERVED_IMPLS:
+        if self.rope == "separated" and self.impl in ("cpu", "cuda"):
             raise OptionError(
-                f"--csa2-impl {self.impl} is not available in this version: there are no kernels for it yet. "
-                f"Use --csa2-impl cpu or leave the option out"
-            )
-        if self.rope == "separated" and self.impl == "cpu":
-            raise OptionError(
-                "--csa2-rope separated cannot be combined with --csa2-impl cpu: compiled code reads rotated keys only. Use "
-                "--csa2-impl reference, or leave one of them out"
+                f"--csa2-rope separated cannot be combined with --csa2-impl {self.impl}: compiled code reads rotated keys "
+                f"only. Use --csa2-impl reference, or leave one of them out"
             )
         for name, value in (
             ("--csa2-hot-tokens", self.hot_tokens),

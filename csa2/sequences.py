@@ -58,7 +58,8 @@ class Sequences:
         store.clock += 1
         slots = (self._pages[:, tokens // size] * size + tokens % size).flatten()
         store.record_writes(slots, tokens.repeat(self.batch_size))
-        self._rows = plain_rows(store.arena.offsets[slots // size], slots % size, store.ladder.layouts[PLAIN])
+        rows = plain_rows(store.arena.offsets[slots // size], slots % size, store.ladder.layouts[PLAIN])
+        self._rows = rows.to(store.arena.buffer.device)
         depth = torch.arange(self._pages.shape[1]).expand_as(self._pages)
         store.touch(self._pages.flatten(), self._readers[:, None].expand_as(depth).flatten(), depth.flatten())
         store.facts.first[self._pages[:, : store.protected_pages]] = True

@@ -27,6 +27,8 @@ class QuerySamples:
     def __init__(self, num_layers: int, num_kv_heads: int) -> None:
         self.num_layers, self.num_kv_heads = num_layers, num_kv_heads
         self._samples: OrderedDict[int, Tensor] = OrderedDict()
+        self._filled: dict[int, set[int]] = {}
+        """Layers of each reader that have a sample: known here, because a look at the sample would wait for its device."""
         self._in_slot: dict[int, tuple[str, int]] = {}
         self._readers = 0
 
@@ -48,8 +50,10 @@ class QuerySamples:
         """
         tokens = queries.shape[0]
         sample = self._sample_of(reader, queries)[self._heads(layer)]
-        if tokens < SAMPLE_TOKENS and bool(sample.any()):
+        filled = self._filled.setdefault(reader, set())
+        if tokens < SAMPLE_TOKENS and layer in filled:
             return
+        filled.add(layer)
         first = max(0, tokens - SAMPLE_WINDOW)
         rows = torch.linspace(first, tokens - 1, SAMPLE_TOKENS).long()
         sample.copy_(finite(queries[rows].float() * scale).permute(1, 0, 2).reshape(sample.shape))
@@ -57,6 +61,7 @@ class QuerySamples:
     def record_decode(self, reader: int, layer: int, query: Tensor, scale: float, length: int) -> None:
         """Let the rotated `query` (H, D) of a generated token enter the sample; `length` is that of its sequence."""
         sample = self._sample_of(reader, query)[self._heads(layer)]
+        self._filled.setdefault(reader, set()).add(layer)
         column = length // DECODE_INTERVAL % SAMPLE_TOKENS
         sample.view(-1, SAMPLE_TOKENS, query.shape[-1])[:, column] = finite(query.float() * scale).to(sample.dtype)
 
@@ -71,6 +76,7 @@ class QuerySamples:
     def clear(self) -> None:
         """Forget all samples."""
         self._samples.clear()
+        self._filled.clear()
 
     def _heads(self, layer: int) -> slice:
         return slice(layer * self.num_kv_heads, (layer + 1) * self.num_kv_heads)
@@ -84,5 +90,5 @@ class QuerySamples:
             sample = self._samples[reader] = torch.zeros(shape, dtype=torch.bfloat16, device=queries.device)
         self._samples.move_to_end(reader)
         while len(self._samples) > MAX_REQUESTS:
-            self._samples.popitem(last=False)
+            self._filled.pop(self._samples.popitem(last=False)[0], None)
         return sample

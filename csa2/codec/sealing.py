@@ -37,9 +37,9 @@ class Wave:
 
 
 def standing_from(entries: Entries, first: Tensor) -> Entries:
-    """Entries of N uncompressed pages whose first tokens stand at positions `first` (N,)."""
-    slots = torch.arange(entries.keys.shape[-2], device=first.device)
-    positions = (first[:, None] + slots)[:, None]
+    """Entries of N uncompressed pages whose first tokens stand at positions `first` (N,), on the host."""
+    slots = torch.arange(entries.keys.shape[-2])
+    positions = (first[:, None] + slots)[:, None].to(entries.keys.device)
     return replace(entries, positions=positions.expand(entries.keys.shape[:-1]))
 
 

@@ -151,7 +151,8 @@ class CompressedCache(Cache):  # type: ignore[misc]
         store = PageStore(self.ladder, plan, plan.max_pages + 1, self._codec)
         store.protected_pages = -(-self.options.protect_tokens // store.page_size)
         name = resolve_impl(self.options.impl, self.options.rope).name
-        return Sequences(store, make_attention(store, name), self.options, batch_size)
+        heads = self._config.get_text_config().num_attention_heads
+        return Sequences(store, make_attention(store, name, heads), self.options, batch_size)
 
 
 class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]

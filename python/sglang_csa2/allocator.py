@@ -79,7 +79,7 @@ class Csa2Allocator(PagedTokenToKVPoolAllocator):
             pages = pages_of(slots, self.page_size)
             if pages.numel() != num_pages:
                 raise IntegrityError(f"csa2: {num_pages} new pages were expected, SGLang took {pages.numel()}")
-            self.store.map_pages(pages.cpu())
+            self.store.map_pages(pages)
         return slots
 
     def _release_page_ids(self, *page_ids: Tensor) -> None:

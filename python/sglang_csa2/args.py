@@ -179,8 +179,8 @@ class Csa2ServerArgs(ServerArgs, kw_only=True, dict=True):  # type: ignore[call-
         str,
         Arg(
             help="Who computes on compressed pages: the torch reference, compiled CPU code, or CUDA kernels. auto: "
-            "compiled code, with a warning and the reference where there is no compiler. An explicit choice that cannot "
-            "run is an error.",
+            "compiled CPU code, with a warning and the reference where there is no compiler. cuda: never run on a GPU so "
+            "far, hence to be asked for. An explicit choice that cannot run is an error.",
             choices=list(IMPLS),
         ),
     ] = _DEFAULTS.impl

@@ -15,7 +15,7 @@ from csa2.codec.queries import DECODE_INTERVAL
 from csa2.errors import IntegrityError, UnsupportedModelError
 from sglang_csa2.attention_impl import make_attention
 from sglang_csa2.model import check_attention
-from sglang_csa2.pool import Csa2KVPool
+from sglang_csa2.pool import Csa2KVPool, host_pages
 
 
 class ExtendSample(NamedTuple):
@@ -54,11 +54,11 @@ class Csa2AttentionBackend(AttentionBackend):
         pool = runner.token_to_kv_pool
         if not isinstance(pool, Csa2KVPool):
             raise IntegrityError(f"csa2: the attention backend needs Csa2KVPool, SGLang built {type(pool).__name__}")
-        check_attention(runner.model, pool.start_layer, pool.layer_num)
+        query_heads = check_attention(runner.model, pool.start_layer, pool.layer_num)
         self.pool = pool
         self.store = pool.store
         self.req_to_token: Tensor = runner.req_to_token_pool.req_to_token
-        self._attention = make_attention(pool)
+        self._attention = make_attention(pool, query_heads)
         self._step: StepPlan | None = None
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
@@ -68,15 +68,15 @@ class Csa2AttentionBackend(AttentionBackend):
         store = self.store
         store.clock += 1
         self.pool.begin_forward(forward_batch.out_cache_loc, forward_batch.positions)
-        lengths = forward_batch.seq_lens.long()
-        pages = self._page_table(forward_batch.req_pool_indices, int(forward_batch.seq_lens_cpu.max()))
+        lengths = forward_batch.seq_lens_cpu.long()
+        pages = self._page_table(forward_batch.req_pool_indices, int(lengths.max()))
         depth = torch.arange(pages.shape[1]) * store.page_size
         owner, column = torch.nonzero(depth[None, :] < lengths[:, None], as_tuple=True)
         readers = store.samples.readers(forward_batch.req_pool_indices, forward_batch.rids)
         store.touch(pages[owner, column], readers[owner], column)
         store.facts.first[pages[:, : store.protected_pages]] = True
         decoding = forward_batch.forward_mode.is_decode()
-        new = torch.ones_like(lengths) if decoding else forward_batch.extend_seq_lens.long()
+        new = torch.ones_like(lengths) if decoding else torch.tensor(forward_batch.extend_seq_lens_cpu)
         single, several = _samples(new, readers, lengths)
         self._step = StepPlan(self._attention.plan(pages, lengths, new), single, several)
 
@@ -120,9 +120,8 @@ class Csa2AttentionBackend(AttentionBackend):
         return self._attention.attend(query, keys, values, step.pages, index, layer.scaling).view(q.shape[0], -1)
 
     def _page_table(self, rows: Tensor, max_length: int) -> Tensor:
-        """(B, P) int64 virtual pages of the requests in `rows`."""
-        columns = torch.arange(0, max_length, self.store.page_size)
-        return self.req_to_token[rows[:, None], columns[None, :]].long() // self.store.page_size
+        """(B, P) int64 virtual pages of the requests in `rows`, on the host."""
+        return host_pages(self.req_to_token[rows, : max_length : self.store.page_size], self.store.page_size)
 
 
 def _samples(new: Tensor, readers: Tensor, lengths: Tensor) -> tuple[tuple[DecodeSample, ...], tuple[ExtendSample, ...]]:

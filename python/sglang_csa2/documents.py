@@ -21,6 +21,7 @@ from csa2.documents import Document, DocumentBook, DocumentView, whole_pages
 from csa2.errors import DocumentConflictError, DocumentError, PageFormatError
 from csa2.store import PageStore
 from sglang_csa2 import own_requests
+from sglang_csa2.pool import host_pages
 
 logger = logging.getLogger(__name__)
 
@@ -204,7 +205,7 @@ class PinnedDocuments:
 
         result = self._tree.match_prefix(MatchPrefixParams(key=RadixKey(array("q", tokens), extra_key)))
         slots = self._tree.path_device_indices(result.last_device_node)
-        return slots[:: self._store.page_size].long().cpu() // self._store.page_size, result.last_device_node
+        return host_pages(slots[:: self._store.page_size], self._store.page_size), result.last_device_node
 
     def _pin(self, document: Document) -> None:
         store = self._store

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from csa2.store import PageStore
 from csa2.value import eviction_values
+from sglang_csa2.pool import host_pages
 
 POLICY = "csa2"
 ENOUGH = 1e-9
@@ -67,7 +68,7 @@ class PageEvictor:
         missing = 1.0
         while heap and missing > ENOUGH:
             *_, node = heapq.heappop(heap)
-            pages = (self._slots(node)[::page_size] // page_size).flip(0)
+            pages = host_pages(self._slots(node)[::page_size], page_size).flip(0)
             goes = torch.ones_like(pages, dtype=torch.bool)
             if heap:
                 low, value = heap[0][:2]

@@ -24,6 +24,7 @@ from csa2.agreement import WINDOW_SAMPLES, AgreementWindow
 from csa2.formats import PLAIN
 from csa2.store import PageStore
 from sglang_csa2 import own_requests
+from sglang_csa2.pool import host_pages
 
 logger = logging.getLogger(__name__)
 
@@ -239,8 +240,7 @@ class AgreementGuard:
 
     def _pages(self, req: Any, length: int) -> Tensor:
         page_size = self._store.page_size
-        row: Tensor = self._steward.req_to_token[req.kv.req_pool_idx, :length:page_size].long()
-        return row // page_size
+        return host_pages(self._steward.req_to_token[req.kv.req_pool_idx, :length:page_size], page_size)
 
     def _formats(self, req: Any, length: int) -> Tensor:
         return self._store.arena.formats[self._pages(req, length)]

@@ -32,8 +32,8 @@ def attention_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
             yield parent, modules[parent], module
 
 
-def check_attention(model: nn.Module, start_layer: int, num_layers: int) -> None:
-    """Refuse a model with an attention layer that compressed pages cannot serve.
+def check_attention(model: nn.Module, start_layer: int, num_layers: int) -> frozenset[int]:
+    """Refuse a model with an attention layer that compressed pages cannot serve; the query heads of its layers.
 
     Raises:
         UnsupportedModelError: names the layer and the reason.
@@ -41,6 +41,7 @@ def check_attention(model: nn.Module, start_layer: int, num_layers: int) -> None
     from sglang.srt.layers.radix_attention import AttentionType
 
     found = set()
+    query_heads = set()
     for name, _, layer in attention_layers(model):
         reasons = {
             "it attends to another sequence (cross attention)": layer.is_cross_attention,
@@ -57,12 +58,14 @@ def check_attention(model: nn.Module, start_layer: int, num_layers: int) -> None
                     f"without --kv-compress"
                 )
         found.add(layer.layer_id)
+        query_heads.add(layer.tp_q_head_num)
     missing = set(range(start_layer, start_layer + num_layers)) - found
     if missing:
         raise UnsupportedModelError(
             f"--kv-compress csa2 does not support this model: layers {sorted(missing)} have no RadixAttention module. "
             f"Serve it without --kv-compress"
         )
+    return frozenset(query_heads)
 
 
 def identity_layers(model: nn.Module, start_layer: int, num_layers: int, page_size: int = PAGE_SIZE) -> tuple[int, ...]:

@@ -13,12 +13,10 @@ from typing import Any, get_args, get_type_hints
 import msgspec
 from sglang.srt.arg_groups.arg_utils import Arg
 
-from csa2.options import SERVED_IMPLS
 from sglang_csa2.args import CONFIG_NAMESPACE, SCHEME, Csa2ServerArgs, flag_of
 from sglang_csa2.refusals import MODELS, OPTIONS, Refusal
-from sglang_csa2.resolve import FORCED, Forced
+from sglang_csa2.resolve import FORCED, FORCED_ON_CUDA, Forced
 
-SERVED = {"csa2_impl": SERVED_IMPLS}
 """Options of which this version serves only some of the choices."""
 
 HEAD = f"""# Options
@@ -84,9 +82,7 @@ def _values(name: str, inner: Any, argument: Arg) -> str:
         if inner is float:
             return "share"
         return "folder" if name in ("csa2_calibration", "csa2_documents") else "bytes"
-    text = ", ".join(_code(choice) for choice in argument.choices)
-    served = SERVED.get(name)
-    return text if served is None else f"{text} (this version serves {', '.join(_code(value) for value in served)})"
+    return ", ".join(_code(choice) for choice in argument.choices)
 
 
 def _forced_value(forced: Forced) -> str:
@@ -99,6 +95,8 @@ def _forced_value(forced: Forced) -> str:
 def _forced_options() -> Iterable[tuple[str, ...]]:
     for forced in FORCED:
         yield f"`{flag_of(forced.field)}`", _forced_value(forced), forced.reason
+    for forced in FORCED_ON_CUDA:
+        yield f"`{flag_of(forced.field)}`", f"{_forced_value(forced)}, on a CUDA device", forced.reason
 
 
 def _refusals(table: Sequence[Refusal], *, code: bool) -> Iterable[tuple[str, ...]]:

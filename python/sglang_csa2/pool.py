@@ -54,10 +54,10 @@ class Csa2KVPool(MHATokenToKVPool):
 
     def begin_forward(self, out_cache_loc: Tensor, positions: Tensor) -> None:
         """Announce the slots (T,) that this forward pass writes in every layer, and the positions (T,) of their tokens."""
-        slots = out_cache_loc.long()
-        self.store.record_writes(slots, positions.long())
+        slots = out_cache_loc.long().cpu()
+        self.store.record_writes(slots, positions.long().cpu() if self.store.ladder.is_separated else None)
         self._written = out_cache_loc
-        self._rows = self._rows_of(slots)
+        self._rows = self._rows_of(slots).to(out_cache_loc.device)
 
     def set_kv_buffer(
         self,
@@ -137,4 +137,9 @@ def store_of(scheduler: Any) -> PageStore:
 
 def pages_of(slots: Tensor, page_size: int) -> Tensor:
     """Virtual pages of which `slots` (T,) are the first slots."""
-    return torch.div(slots[slots % page_size == 0], page_size, rounding_mode="floor")
+    return host_pages(slots[slots % page_size == 0], page_size)
+
+
+def host_pages(slots: Tensor, page_size: int) -> Tensor:
+    """int64 virtual pages of `slots`, on the host, where the page table and the facts are whatever device computes."""
+    return torch.div(slots.long(), page_size, rounding_mode="floor").cpu()

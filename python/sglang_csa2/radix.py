@@ -16,6 +16,7 @@ from torch import Tensor
 
 from csa2.store import PageStore
 from sglang_csa2.eviction import POLICY, PageEvictor, register_policy
+from sglang_csa2.pool import host_pages
 
 
 class Csa2RadixCache(UnifiedRadixCache):
@@ -58,7 +59,7 @@ class Csa2RadixCache(UnifiedRadixCache):
         result = super().insert(params)
         if not self.disable and result.prefix_len > params.prev_prefix_len:
             slots = self.path_device_indices(result.last_device_node)
-            self.store.share(slots[params.prev_prefix_len : result.prefix_len : self.page_size] // self.page_size)
+            self.store.share(host_pages(slots[params.prev_prefix_len : result.prefix_len : self.page_size], self.page_size))
         return result
 
     def checkpoint_into_tree(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
@@ -66,7 +67,7 @@ class Csa2RadixCache(UnifiedRadixCache):
         super().checkpoint_into_tree(req, up_to=up_to, **kwargs)
         if req.priority:
             row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, : up_to // self.page_size * self.page_size]
-            pages = row[:: self.page_size].long() // self.page_size
+            pages = host_pages(row[:: self.page_size], self.page_size)
             low_first = bool(get_schedule().schedule_low_priority_values_first)
             self.store.facts.priority[pages] = self.store.facts.priority[pages].clamp(
                 min=page_priority(req.priority, low_first=low_first)

@@ -54,10 +54,19 @@ FORCED: tuple[Forced, ...] = (
     Forced(field="disable_prefill_cuda_graph", value=True, unset=False, reason=refusals.REPLAY),
 )
 
+FORCED_ON_CUDA: tuple[Forced, ...] = (
+    Forced(
+        field="disable_overlap_schedule",
+        value=True,
+        unset=False,
+        reason="pages change their format while the next batch would already read them",
+    ),
+)
+
 SPLIT_BACKENDS = ("prefill_attention_backend", "decode_attention_backend")
 """Options that override the attention backend for one phase; only our own name may stand there."""
 
-SERVED_DEVICES = ("cpu",)
+SERVED_DEVICES = ("cpu", "cuda")
 
 
 def register() -> None:
@@ -87,11 +96,12 @@ def early(server_args: Any, previous: Step) -> None:
         options.validate()
         if options.documents is not None:
             read_folder(options.documents)  # here, where a mistake ends the start before anything is loaded
-        _check_device(config)
+        _check_device(config, options)
         refusals.check_options(config)
         _check_forced(config)
-        check_cores(config)
-        values = {f.field: f.value for f in FORCED if getattr(config, f.field) not in f.also}
+        if _device(config) == "cpu":
+            check_cores(config)
+        values = {f.field: f.value for f in _forced(config) if getattr(config, f.field) not in f.also}
         if config.radix_eviction_policy == "lru" and not _eviction_policy_was_given(server_args):
             values["radix_eviction_policy"] = SCHEME
         declare_resolution(server_args, SOURCE, **values)
@@ -134,7 +144,7 @@ def late(server_args: Any, previous: Step) -> None:
 
     config = resolving_view(server_args)
     refusals.check_options(config)
-    for forced in FORCED:
+    for forced in _forced(config):
         value = getattr(config, forced.field)
         if value not in (forced.value, *forced.also):
             raise IntegrityError(
@@ -160,8 +170,12 @@ def _eviction_policy_was_given(server_args: Any) -> bool:
     return re.match(r"Engine\((.*, )?radix_eviction_policy=", server_args.launch_command or "", re.DOTALL) is not None
 
 
+def _forced(config: Any) -> tuple[Forced, ...]:
+    return (*FORCED, *FORCED_ON_CUDA) if _device(config) == "cuda" else FORCED
+
+
 def _check_forced(config: Any) -> None:
-    for forced in FORCED:
+    for forced in _forced(config):
         fields = (forced.field, *SPLIT_BACKENDS) if forced.field == "attention_backend" else (forced.field,)
         for field in fields:
             value = getattr(config, field)
@@ -174,21 +188,41 @@ def _check_forced(config: Any) -> None:
                 )
 
 
-def _check_device(config: Any) -> None:
-    """Refuse devices without kernels, and a CPU that no CPU platform of SGLang drives."""
-    from sglang.srt.platforms import current_platform
-    from sglang.srt.platforms.device_mixin import PlatformEnum
+def _device(config: Any) -> str:
+    """The type of the device that serves."""
     from sglang.srt.utils.common import get_device
 
-    no_platform = current_platform._enum is PlatformEnum.UNSPECIFIED
     # Upstream fills in the same device, one step later; without any platform it finds none.
-    device = str(config.device or ("cpu" if no_platform else get_device())).split(":")[0]
+    return str(config.device or (get_device() if _has_platform() else "cpu")).split(":")[0]
+
+
+def _has_platform() -> bool:
+    from sglang.srt.platforms import current_platform
+    from sglang.srt.platforms.device_mixin import PlatformEnum
+
+    return current_platform._enum is not PlatformEnum.UNSPECIFIED
+
+
+def _check_device(config: Any, options: CacheOptions) -> None:
+    """Refuse devices without kernels, CUDA unless it is asked for, and a CPU that no CPU platform of SGLang drives."""
+    from sglang.srt.platforms import current_platform
+
+    device = _device(config)
+    hide = "Use --device cpu on a machine without an accelerator (CUDA_VISIBLE_DEVICES='' hides NVIDIA devices)"
     if device not in SERVED_DEVICES:
         raise OptionError(
-            f"--kv-compress {SCHEME} on {device} is not available in this version: the kernels for it are not built "
-            f"yet. Use --device cpu on a machine without an accelerator (CUDA_VISIBLE_DEVICES='' hides NVIDIA devices)"
+            f"--kv-compress {SCHEME} on {device} is not available in this version: there are no kernels. {hide}"
         )
-    drives_cpu = current_platform.device_type == "cpu" and not no_platform
+    if device == "cuda" and options.impl != "cuda":
+        raise OptionError(
+            f"--kv-compress {SCHEME} on {device} is served by kernels that have been compiled for GPUs and tested without "
+            f"one, but have never run on one (docs/gpu.md). --csa2-impl cuda takes them all the same. {hide}"
+        )
+    if options.impl == "cuda":
+        resolve_impl(options.impl)  # here, where a missing device ends the start before anything is loaded
+    if device == "cuda":
+        return
+    drives_cpu = current_platform.device_type == "cpu" and _has_platform()
     if not drives_cpu:
         raise OptionError(
             f"--kv-compress {SCHEME} on the CPU needs a CPU platform, but SGLang has "

@@ -21,7 +21,7 @@ from sglang_csa2.budget import BytePrefillAdder
 from sglang_csa2.documents import DOCUMENT, PinnedDocuments
 from sglang_csa2.guard import AgreementGuard, is_reference
 from sglang_csa2.own_requests import owner_of
-from sglang_csa2.pool import store_of
+from sglang_csa2.pool import host_pages, store_of
 from sglang_csa2.ranks import check_page_tables, checks_ranks
 from sglang_csa2.request_options import CAP, STATIC
 from sglang_csa2.turns import TurnTotals
@@ -84,7 +84,7 @@ class CacheSteward:
         end = torch.tensor([-(-req.kv.kv_allocated_len // page_size) for req in active])
         depth = torch.arange(int(end.max()))[None, :]
         owner, column = torch.nonzero(depth < end[:, None], as_tuple=True)
-        pages = self.req_to_token[rows[owner], column * page_size].long() // page_size
+        pages = host_pages(self.req_to_token[rows[owner], column * page_size], page_size)
         hot, warm = (
             column >= torch.div(lengths - window, page_size, rounding_mode="floor")[owner]
             for window in (self.options.hot_tokens, self.options.warm_tokens)
@@ -99,7 +99,7 @@ class CacheSteward:
                 continue
             setattr(req, _ADMITTED, True)
             slots = self.req_to_token[req.kv.req_pool_idx, : prefix : self.store.page_size]
-            pages = slots.long() // self.store.page_size
+            pages = host_pages(slots, self.store.page_size)
             self.store.share(pages)
             if owner_of(req) is None:
                 self.turns.note(req, self.store.arena.formats[pages])
@@ -132,7 +132,7 @@ class CacheSteward:
                 continue
             page_size = self.store.page_size
             end = min(req.kv.kv_committed_len, len(req.origin_input_ids)) // page_size * page_size
-            pages = self.req_to_token[req.kv.req_pool_idx, :end:page_size].long() // page_size
+            pages = host_pages(self.req_to_token[req.kv.req_pool_idx, :end:page_size], page_size)
             self.store.facts.static[pages] = True
             if document is not None:
                 self.documents.note_pages(document, pages)
@@ -155,7 +155,7 @@ class CacheSteward:
         owner, index = torch.nonzero(columns >= 0, as_tuple=True)
         column = columns[owner, index]
         slots = self.req_to_token[rows[owner], column * self.store.page_size]
-        return owner, column, slots.long() // self.store.page_size
+        return owner, column, host_pages(slots, self.store.page_size)
 
     def _note_origin(self, held: list[Any], owner: Tensor, column: Tensor, pages: Tensor) -> None:
         """Note which of `pages` (n,) of the requests `held` hold a prompt, and how far their own request lets them go."""

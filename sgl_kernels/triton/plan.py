@@ -35,10 +35,33 @@ class BatchPlan:
     items: Tensor
     """(F, X, splits, 4) int32: first token, tokens, first page and last + 1."""
 
+    def to(self, device: torch.device) -> "BatchPlan":
+        """The same on `device`."""
+        blocks = QueryBlocks(self.blocks.spans.to(device), self.blocks.owners.to(device))
+        return BatchPlan(self.pages.to(device), self.lengths.to(device), blocks, self.items.to(device))
+
     @property
     def splits(self) -> int:
         """Parts of the pages of one format that a request has."""
         return self.items.shape[2]
+
+
+PROGRAMS_PER_MULTIPROCESSOR = 3
+"""Decode programs that share a multiprocessor by their registers (`launch.REGISTERS`)."""
+PART_PAGES = 8
+"""Pages of a request that are not worth splitting: a part costs a merge, and the work that is done once a run of pages."""
+
+
+def split_count(programs: int, pages: int, multiprocessors: int) -> int:
+    """Parts into which the pages of a format are split: enough to fill the device, none too short to be worth it.
+
+    Args:
+        programs: blocks of queries x KV heads, which read the pages of one format without splitting.
+        pages: those of the longest request.
+        multiprocessors: of the device.
+    """
+    wanted = -(-multiprocessors * PROGRAMS_PER_MULTIPROCESSOR // max(programs, 1))
+    return max(1, min(wanted, -(-pages // PART_PAGES)))
 
 
 def query_blocks(new_tokens: Sequence[int], block_tokens: int, device: torch.device) -> QueryBlocks:

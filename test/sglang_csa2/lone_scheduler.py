@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import traceback
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -58,10 +58,15 @@ class _Run:
         self.check = (lambda batch: None) if self.is_stock else _PageCheck(self.scheduler, self.result)
         if job["attention"] is not None:
             _let_attention_decide(self.scheduler, job["attention"])
+        self.device: AbstractContextManager[Any] = nullcontext()
+        if job["on_device"]:
+            from moved_cache import move_to_device
+
+            self.device = move_to_device(self.scheduler)
         self._connect()
 
     def serve(self) -> Result:
-        with suppress(_Done):
+        with suppress(_Done), self.device:
             self.scheduler.run_event_loop()
         if not self.result.stuck and not self.is_stock:
             self._look_at_idle()
@@ -243,6 +248,8 @@ class _PageCheck:
     def __call__(self, batch: Any) -> None:
         import torch
 
+        from sglang_csa2.pool import host_pages
+
         pick = self.result.checked % max(1, len(batch.reqs))
         req = batch.reqs[pick]
         tokens = [*req.origin_input_ids, *req.output_ids]
@@ -252,7 +259,7 @@ class _PageCheck:
         if length == 0:
             return
         store = self.scheduler.token_to_kv_pool_allocator.store
-        row = self.scheduler.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :length:PAGE].long() // PAGE
+        row = host_pages(self.scheduler.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :length:PAGE], PAGE)
         assert row.unique().numel() == row.numel(), f"{req.rid} has a page twice: {row}"
         with torch.no_grad():
             hidden = self.norm(self.embed(torch.tensor(tokens[:length])))
@@ -276,10 +283,10 @@ class _PageCheck:
 
         layout = store.ladder.layouts[int(store.arena.formats[pages[0]])]
         entries = store.read(pages)
-        got = torch.stack((entries.keys[:, 0], entries.values[:, 0]))
+        got = torch.stack((entries.keys[:, 0], entries.values[:, 0])).cpu()
         if not layout.is_plain and layout.heads[0].basis == "reduced":
             # The other channels hold the mean of the page.
-            columns = store.codec.bases.reduced[layout.first_basis, :, : layout.heads[0].key_channels]
+            columns = store.codec.bases.reduced[layout.first_basis, :, : layout.heads[0].key_channels].cpu()
             got[0], wanted = got[0] @ columns @ columns.T, torch.stack((wanted[0] @ columns @ columns.T, wanted[1]))
         if layout.is_merged:
             # The keys are those of some of the tokens; values are means.

@@ -116,7 +116,8 @@ def words(seed: int, count: int) -> tuple[int, ...]:
 class SchedulerForks:
     """The process that forks."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, interpret: bool = False) -> None:
+        """Start it; `interpret` lets Triton's interpreter run the kernels for CUDA."""
         self._log = folder / "log"
         self._folder = folder
         (folder / "config.json").write_text(json.dumps(MODEL))
@@ -126,7 +127,12 @@ class SchedulerForks:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+                env={
+                    **os.environ,
+                    "CUDA_VISIBLE_DEVICES": "",
+                    "OMP_NUM_THREADS": "1",
+                    "TRITON_INTERPRET": str(int(interpret)),
+                },
                 text=True,
             )
 
@@ -140,6 +146,7 @@ class SchedulerForks:
         stock: bool = False,
         attention: float | None = None,
         window: int | None = None,
+        on_device: bool = False,
         **options: Any,
     ) -> Result:
         """Serve `asks`, at most `in_flight` at a time, in an arena of so many plain pages.
@@ -149,6 +156,7 @@ class SchedulerForks:
             commands: what to do meanwhile.
             attention: weights of the output of attention; left out, what it adds decides nothing.
             window: samples of the agreement guard in one judgement.
+            on_device: the cache lies on the pretended device, which needs the implementation "cuda".
             stock: SGLang's own cache with pages of the same size, in the same bytes.
             options: further fields of `ServerArgs`.
         """
@@ -160,7 +168,7 @@ class SchedulerForks:
         options = {**size, "chunked_prefill_size": 256, **options}
         env = {**STRICT, "SGLANG_INIT_NEW_TOKEN_RATIO": str(new_token_ratio)}
         job = {"asks": [asdict(ask) for ask in asks], "in_flight": in_flight, "options": options, "env": env}
-        job |= {"attention": attention, "window": window}
+        job |= {"attention": attention, "window": window, "on_device": on_device}
         job["commands"] = [asdict(command) for command in commands]
         assert self._process.stdin is not None
         assert self._process.stdout is not None

@@ -1,0 +1,48 @@
+"""A real scheduler over the Triton kernels, in the interpreter: as over the reference, wherever the cache lies."""
+
+from collections.abc import Iterator
+
+import pytest
+from scheduler_runs import PAGE, Ask, Result, SchedulerForks, words
+
+pytestmark = pytest.mark.e2e
+
+SHARED = words(0, 2 * PAGE)
+ASKS = (
+    Ask("a", (*SHARED, *words(1, 20)), 3),
+    Ask("b", words(2, 3 * PAGE + 10), 3),
+    Ask("hit", (*SHARED, *words(3, 10)), 3, after=("a", 3)),
+    Ask("gone", words(4, PAGE), 9, after=("b", 2), abort_after=1),
+)
+SMALL = {"csa2_hot_tokens": 32, "csa2_warm_tokens": 32, "csa2_ratio": "8", "disable_overlap_schedule": True}
+ARENA_PAGES = 9
+"""Too few for all that the requests write: pages are demoted."""
+
+
+@pytest.fixture(scope="module")
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SchedulerForks]:
+    schedulers = SchedulerForks(tmp_path_factory.mktemp("schedulers"), interpret=True)
+    yield schedulers
+    schedulers.close()
+
+
+@pytest.fixture(scope="module")
+def by_the_reference(forks: SchedulerForks) -> Result:
+    return forks.run(ASKS, ARENA_PAGES, attention=4.0, csa2_impl="reference", **SMALL)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_kernels_serve_what_the_reference_serves(
+    forks: SchedulerForks, by_the_reference: Result, *, on_device: bool
+) -> None:
+    """Prefix hits, chunks, an abort and demoted pages. On the device a tensor that meets one of the host ends the run."""
+    found = forks.run(
+        ASKS, ARENA_PAGES, attention=4.0, on_device=on_device, csa2_impl="cuda", **SMALL
+    )  # fmt: skip
+    assert found.stuck == []
+    assert found.answers == by_the_reference.answers
+    assert found.endings["hit"].cached_tokens == 2 * PAGE
+    assert found.endings["gone"].kind == "abort"
+    assert found.stats["pages"]["csa2-8x"] > 0
+    assert found.stats["pages"] == by_the_reference.stats["pages"]
+    assert found.checked > 0
