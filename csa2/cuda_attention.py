@@ -4,7 +4,7 @@ Page table and facts stay on the host, where every decision is made. So a plan i
 a forward pass; all layers share it. Sealing is that of the torch codec, on the device.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -60,26 +60,52 @@ class CudaAttention:
 
     def plan(self, pages: Tensor, lengths: Tensor, new: Tensor) -> CudaPlan:
         """See `Attention.plan`. All arguments are on the host."""
-        arena, geometry = self.store.arena, self.store.ladder.geometry
         # One new token each: read with the others from its page, where it is written already.
         reads_new = bool((new > 1).any())
         columns = EXTEND_COLUMNS if reads_new else decode_columns(self._group)
         before = lengths - new if reads_new else lengths
-        check_mapped(pages, before, arena.formats, geometry.page_size)
-        blocks = query_blocks(new.tolist(), columns // self._group, torch.device("cpu"))
-        programs = blocks.owners.numel() * geometry.num_kv_heads
-        planned = plan_batch(
-            pages, before, arena.formats, arena.offsets, blocks,
-            num_formats=len(self.store.ladder.layouts), page_size=geometry.page_size,
-            splits=split_count(programs, pages.shape[1], self._multiprocessors),
-        )  # fmt: skip
+        planned = self._planned(pages, before, new.tolist(), columns, self._splits(new.numel(), pages.shape[1]))
         return CudaPlan(planned.to(self._device), columns, reads_new)
+
+    def capture_plan(self, batch: int, depth: int) -> CudaPlan:
+        """A plan of fixed shape and addresses for a CUDA graph: one new token for each of `batch` requests, which read
+        nothing until `refill`.
+
+        Args:
+            depth: pages of the longest request to come.
+        """
+        no_pages = torch.zeros(batch, 1, dtype=torch.int64)
+        nothing = torch.zeros(batch, dtype=torch.int64)
+        columns = decode_columns(self._group)
+        empty = self._planned(no_pages, nothing, [1] * batch, columns, self._splits(batch, depth)).to(self._device)
+        pages, lengths = torch.zeros(2, batch * depth, dtype=torch.int32, device=self._device)
+        return CudaPlan(replace(empty, pages=pages, lengths=lengths), columns, reads_new=False)
+
+    def refill(self, plan: CudaPlan, pages: Tensor, lengths: Tensor) -> None:
+        """Let a plan of `capture_plan` read `lengths` (B,) tokens in `pages` (B, P), both on the host; 0 are nothing."""
+        held = plan.batch
+        batch = held.items.shape[1]
+        now = self._planned(pages, lengths, [1] * batch, plan.columns, held.splits)
+        held.pages[: now.pages.numel()].copy_(now.pages)
+        held.lengths[: now.lengths.numel()].copy_(now.lengths)
+        held.items.copy_(now.items)
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, plan: CudaPlan, layer: int, scale: float) -> Tensor:
         """See `Attention.attend`."""
         arena = self.store.arena.buffer
         if not plan.reads_new:
             return self.kernels.attend(query, arena, plan.batch, layer, scale, columns=plan.columns)
-        return self.kernels.extend(
-            query.contiguous(), keys, values, arena, plan.batch, layer, scale, columns=plan.columns
-        )  # fmt: skip
+        return self.kernels.extend(query.contiguous(), keys, values, arena, plan.batch, layer, scale, columns=plan.columns)
+
+    def _splits(self, batch: int, depth: int) -> int:
+        return split_count(batch * self.store.ladder.geometry.num_kv_heads, depth, self._multiprocessors)
+
+    def _planned(self, pages: Tensor, lengths: Tensor, new: list[int], columns: int, splits: int) -> BatchPlan:
+        """A plan on the host."""
+        arena, page_size = self.store.arena, self.store.page_size
+        check_mapped(pages, lengths, arena.formats, page_size)
+        blocks = query_blocks(new, columns // self._group, torch.device("cpu"))
+        formats = len(self.store.ladder.layouts)
+        return plan_batch(
+            pages, lengths, arena.formats, arena.offsets, blocks, num_formats=formats, page_size=page_size, splits=splits
+        )

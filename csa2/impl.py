@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from csa2.errors import OptionError
 from csa2.options import Impl, RopeVariant
 
+INTERPRETER = "Triton's interpreter"
+"""The detail of "cuda" where it runs on the CPU, for tests."""
+
 
 @dataclass(frozen=True)
 class Implementation:
@@ -55,7 +58,7 @@ def _cuda_detail() -> str:
     import torch
 
     if os.environ.get("TRITON_INTERPRET") == "1":
-        return "Triton's interpreter"
+        return INTERPRETER
     if not torch.cuda.is_available():
         raise OptionError(
             "--csa2-impl cuda needs a CUDA device, and torch sees none: leave the option out, or set TRITON_INTERPRET=1 to "

@@ -15,9 +15,10 @@ from sglang.srt.arg_groups.arg_utils import Arg
 
 from sglang_csa2.args import CONFIG_NAMESPACE, SCHEME, Csa2ServerArgs, flag_of
 from sglang_csa2.refusals import MODELS, OPTIONS, Refusal
-from sglang_csa2.resolve import FORCED, FORCED_ON_CUDA, Forced
+from sglang_csa2.resolve import FORCED, Forced
 
-"""Options of which this version serves only some of the choices."""
+DEVICES = {"cpu": "a CPU", "cuda": "a CUDA device"}
+"""What the table calls them."""
 
 HEAD = f"""# Options
 
@@ -94,9 +95,8 @@ def _forced_value(forced: Forced) -> str:
 
 def _forced_options() -> Iterable[tuple[str, ...]]:
     for forced in FORCED:
-        yield f"`{flag_of(forced.field)}`", _forced_value(forced), forced.reason
-    for forced in FORCED_ON_CUDA:
-        yield f"`{flag_of(forced.field)}`", f"{_forced_value(forced)}, on a CUDA device", forced.reason
+        where = "" if forced.device is None else f", on {DEVICES[forced.device]}"
+        yield f"`{flag_of(forced.field)}`", f"{_forced_value(forced)}{where}", forced.reason
 
 
 def _refusals(table: Sequence[Refusal], *, code: bool) -> Iterable[tuple[str, ...]]:

@@ -54,10 +54,18 @@ class Csa2KVPool(MHATokenToKVPool):
 
     def begin_forward(self, out_cache_loc: Tensor, positions: Tensor) -> None:
         """Announce the slots (T,) that this forward pass writes in every layer, and the positions (T,) of their tokens."""
+        self.write_to(out_cache_loc, self.rows_for(out_cache_loc, positions))
+
+    def rows_for(self, out_cache_loc: Tensor, positions: Tensor) -> Tensor:
+        """(T,) int64 rows of plain pages where the slots (T,) lie, which are noted as written in this forward pass."""
         slots = out_cache_loc.long().cpu()
         self.store.record_writes(slots, positions.long().cpu() if self.store.ladder.is_separated else None)
+        return self._rows_of(slots).to(out_cache_loc.device)
+
+    def write_to(self, out_cache_loc: Tensor, rows: Tensor) -> None:
+        """Let `rows` stand for the slots `out_cache_loc` whenever keys are stored, until the next call."""
         self._written = out_cache_loc
-        self._rows = self._rows_of(slots).to(out_cache_loc.device)
+        self._rows = rows
 
     def set_kv_buffer(
         self,

@@ -86,12 +86,22 @@ def _only(field: str, *served: object, reason: str, hint: str = "") -> Refusal:
     return Refusal(what=flag, found=_value(field, *served), reason=reason, hint=hint, served=served)
 
 
+def _decode_graphs(config: Any) -> tuple[str | None, ...]:
+    """What decode graphs may be."""
+    return (None, "full", "disabled") if config.csa2_impl == "cuda" else (None, "disabled")
+
+
+def _decode_graph(config: Any) -> object:
+    backend = config.cuda_graph_backend_decode
+    return None if backend in _decode_graphs(config) else backend
+
+
 def _graph_phase(config: Any) -> object:
     graphs = config.cuda_graph_config
     for phase in ("decode", "prefill"):
         part = graphs.get(phase) if isinstance(graphs, dict) else getattr(graphs, phase, None)
         backend = part.get("backend") if isinstance(part, dict) else getattr(part, "backend", None)
-        if backend not in (None, "disabled"):
+        if backend not in (_decode_graphs(config) if phase == "decode" else (None, "disabled")):
             return f"with {phase} graphs {backend!r}"
     return None
 
@@ -113,7 +123,9 @@ RANKS = "compressed pages split that way are not verified in this version"
 SPLIT = "it splits one sequence or one KV cache over ranks, and pages are not split"
 TWO_ROLES = "the two roles exchange KV rows by address, and compressed pages have no rows"
 SPECULATION = "draft and verify passes rewrite recent KV entries, which the compressed cache does not follow"
-REPLAY = "pages change their format between two runs of a captured graph"
+EAGER_PREFILL = "prompts are not captured: what they read changes with every chunk"
+WHOLE_GRAPH = "decode steps are captured whole on a CUDA device, and not at all elsewhere"
+NO_COMPILE = "the kernels for compressed pages are not traced"
 HIDDEN_PAGES = "it hides pages of a session from the prefix cache, which decides what to compress"
 NO_PLUGIN = "the plugin is not loaded in its processes"
 EXACT = "which tokens are compressed depends on what else runs, so results are not bit-exact"
@@ -161,10 +173,21 @@ OPTIONS: tuple[Refusal, ...] = (
     ),
     _off("enable_lora_overlap_loading", "adapters are copied by a stream of a GPU"),
     _off("enable_memory_saver", "the arena is not released and restored with SGLang's own memory"),
-    _off("enable_torch_compile", REPLAY),
-    _only("cuda_graph_backend_decode", None, "disabled", reason=REPLAY),
-    _only("cuda_graph_backend_prefill", None, "disabled", reason=REPLAY),
-    Refusal(what="--cuda-graph-config", found=_graph_phase, reason=REPLAY, hint="Leave --cuda-graph-config out"),
+    _off("enable_torch_compile", NO_COMPILE),
+    Refusal(
+        what="--cuda-graph-backend-decode",
+        found=_decode_graph,
+        reason=WHOLE_GRAPH,
+        hint="Leave --cuda-graph-backend-decode out",
+        served=("disabled", "full with --csa2-impl cuda"),
+    ),
+    _only("cuda_graph_backend_prefill", None, "disabled", reason=EAGER_PREFILL),
+    Refusal(
+        what="--cuda-graph-config",
+        found=_graph_phase,
+        reason=f"{WHOLE_GRAPH}, and {EAGER_PREFILL}",
+        hint="Leave --cuda-graph-config out",
+    ),
     _only("tokenizer_worker_num", 1, reason=NO_PLUGIN),
     _off("grpc_mode", "its server has no route for the cache"),
     _off("smg_grpc_mode", "its server has no route for the cache"),

@@ -13,7 +13,7 @@ import msgspec
 
 from csa2.document_folder import read_folder
 from csa2.errors import IntegrityError, OptionError
-from csa2.impl import fallback_warning, resolve_impl
+from csa2.impl import INTERPRETER, fallback_warning, resolve_impl
 from csa2.options import PAGE_SIZE, PAGE_SIZES, CacheOptions
 from sglang_csa2 import plugin, refusals
 from sglang_csa2.args import SCHEME, Csa2ServerArgs, check_unused_options, enabled, flag_of, options_from
@@ -38,6 +38,8 @@ class Forced(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     also: tuple[object, ...] = ()
     """Other values that a user may choose."""
+    device: str | None = None
+    """Where it is set; None: everywhere."""
 
 
 FORCED: tuple[Forced, ...] = (
@@ -50,15 +52,19 @@ FORCED: tuple[Forced, ...] = (
     ),
     Forced(field="attention_backend", value=SCHEME, unset=None, reason="it reads compressed pages"),
     Forced(field="radix_cache_backend", value=SCHEME, unset=None, reason="it says which pages are shared"),
-    Forced(field="disable_decode_cuda_graph", value=True, unset=False, reason=refusals.REPLAY),
-    Forced(field="disable_prefill_cuda_graph", value=True, unset=False, reason=refusals.REPLAY),
-)
-
-FORCED_ON_CUDA: tuple[Forced, ...] = (
+    Forced(
+        field="disable_decode_cuda_graph",
+        value=True,
+        unset=False,
+        device="cpu",
+        reason="compiled CPU code is not captured",
+    ),
+    Forced(field="disable_prefill_cuda_graph", value=True, unset=False, reason=refusals.EAGER_PREFILL),
     Forced(
         field="disable_overlap_schedule",
         value=True,
         unset=False,
+        device="cuda",
         reason="pages change their format while the next batch would already read them",
     ),
 )
@@ -171,7 +177,8 @@ def _eviction_policy_was_given(server_args: Any) -> bool:
 
 
 def _forced(config: Any) -> tuple[Forced, ...]:
-    return (*FORCED, *FORCED_ON_CUDA) if _device(config) == "cuda" else FORCED
+    device = _device(config)
+    return tuple(forced for forced in FORCED if forced.device in (None, device))
 
 
 def _check_forced(config: Any) -> None:
@@ -222,6 +229,8 @@ def _check_device(config: Any, options: CacheOptions) -> None:
         resolve_impl(options.impl)  # here, where a missing device ends the start before anything is loaded
     if device == "cuda":
         return
+    if options.impl == "cuda" and resolve_impl(options.impl).detail != INTERPRETER:
+        raise OptionError("--csa2-impl cuda on --device cpu: its kernels read the memory of a GPU. Leave one of the two out")
     drives_cpu = current_platform.device_type == "cpu" and _has_platform()
     if not drives_cpu:
         raise OptionError(

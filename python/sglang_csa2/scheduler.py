@@ -62,6 +62,7 @@ class CacheSteward:
         self.scheduler = scheduler
         self.options = options
         self.store: PageStore = store_of(scheduler)
+        self.backend = scheduler.tp_worker.model_runner.attn_backend
         self.req_to_token: Tensor = scheduler.req_to_token_pool.req_to_token
         self.turns = TurnTotals(self.store.ladder.names, self.store.page_size)
         self.documents = PinnedDocuments(scheduler, self.store)
@@ -255,9 +256,12 @@ def after_init_request_dispatcher(result: Any, self: Any, *args: Any, **kwargs: 
 
 
 def before_run_batch(self: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
-    """Note the prefix hits of requests that start."""
+    """Note who runs, and the prefix hits of requests that start."""
     steward = getattr(self, "csa2_steward", None)
-    if steward is not None and batch.forward_mode.is_extend():
+    if steward is None:
+        return
+    steward.backend.request_ids = [req.rid for req in batch.reqs]
+    if batch.forward_mode.is_extend():
         steward.note_admissions(batch)
         if steward.guard is not None:
             steward.guard.before_run(batch)

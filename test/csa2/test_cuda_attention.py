@@ -6,12 +6,14 @@ import pytest
 import torch
 from interpreted import interpreted
 from other_device import DEVICE, DeviceTensor, MixedDevicesError, PretendedDevice
+from recorded_graph import RecordedGraph, poison
 from torch import Tensor
 
 from csa2.attention import make_attention
 from csa2.capacity import plan_arena
 from csa2.codec.assembly import codec_and_ladder
 from csa2.codec.channels import make_rotation
+from csa2.cuda_attention import CudaAttention
 from csa2.formats import PLAIN
 from csa2.options import CacheOptions
 from csa2.sequences import Sequences
@@ -86,6 +88,39 @@ def test_the_pretended_device_is_strict() -> None:
         store = PageStore(LADDER, plan_arena(20 * LADDER.page_bytes[0], LADDER.page_bytes, LADDER.guard), 40, CODEC, DEVICE)
         with pytest.raises(MixedDevicesError):
             store.map_pages(torch.tensor([1]).to(DEVICE))
+
+
+def test_a_recorded_graph_reads_what_its_plan_holds_at_replay(on_the_host: tuple[list[Tensor], PageStore]) -> None:
+    """Recorded with nothing to read, replayed over pages of three formats, then with a request less, then with more pages:
+    what the same kernels compute without a graph, bit for bit but for how pages are split over programs."""
+    _, store = on_the_host
+    attention = CudaAttention(store, HEADS)
+    mapped = torch.nonzero(store.arena.formats[1:] >= 0).squeeze(-1) + 1
+    assert mapped.numel() == 14
+    query = torch.zeros(BATCH, HEADS, GEOMETRY.head_dim, dtype=GEOMETRY.dtype)
+    plan = attention.capture_plan(BATCH, depth=7)
+    graph = RecordedGraph()
+    with graph.record():
+        out = attention.attend(query, query[:, :1], query[:, :1], plan, 0, SCALE)
+    for step, (depth, lengths) in enumerate([(4, (100, 128)), (2, (33, 0)), (7, (7 * PAGE, 5 * PAGE + 1))]):
+        query.copy_(torch.randn(query.shape, generator=torch.Generator().manual_seed(step)))
+        pages = mapped.view(BATCH, 7)[:, :depth]
+        poison(out)
+        attention.refill(plan, pages, torch.tensor(lengths))
+        graph.replay()
+        eager = attention.plan(pages, torch.tensor(lengths), torch.ones(BATCH, dtype=torch.int64))
+        expected = attention.attend(query, query[:, :1], query[:, :1], eager, 0, SCALE)
+        real = torch.tensor(lengths) > 0
+        assert torch.equal(out[real], expected[real])
+        assert bool(expected[real].any())
+
+
+def test_a_plan_in_a_graph_refuses_pages_that_are_gone(on_the_host: tuple[list[Tensor], PageStore]) -> None:
+    store = on_the_host[1]
+    attention = CudaAttention(store, HEADS)
+    free = int(torch.nonzero(store.arena.formats < 0)[0])
+    with pytest.raises(ValueError, match=f"page {free} is read but not mapped"):
+        attention.refill(attention.capture_plan(1, 1), torch.tensor([[free]]), torch.tensor([1]))
 
 
 @pytest.mark.parametrize(

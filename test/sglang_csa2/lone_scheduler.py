@@ -63,11 +63,17 @@ class _Run:
             from moved_cache import move_to_device
 
             self.device = move_to_device(self.scheduler)
+        self.graph: Any = None
+        if job["captured"]:
+            from captured_decode import CapturedDecode
+
+            self.graph = CapturedDecode(self.scheduler)
         self._connect()
 
     def serve(self) -> Result:
         with suppress(_Done), self.device:
             self.scheduler.run_event_loop()
+        self.result.replays = 0 if self.graph is None else self.graph.replays
         if not self.result.stuck and not self.is_stock:
             self._look_at_idle()
         return self.result

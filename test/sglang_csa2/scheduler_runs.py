@@ -103,6 +103,8 @@ class Result:
     tree_tokens: int = 0
     most_running: int = 0
     retracted: int = 0
+    replays: int = 0
+    """Decode steps that a graph computed."""
     checked: int = 0
     """Forward passes before which the pages of a request were compared with what the model writes."""
 
@@ -147,6 +149,7 @@ class SchedulerForks:
         attention: float | None = None,
         window: int | None = None,
         on_device: bool = False,
+        captured: bool = False,
         **options: Any,
     ) -> Result:
         """Serve `asks`, at most `in_flight` at a time, in an arena of so many plain pages.
@@ -156,6 +159,7 @@ class SchedulerForks:
             commands: what to do meanwhile.
             attention: weights of the output of attention; left out, what it adds decides nothing.
             window: samples of the agreement guard in one judgement.
+            captured: attention of decode steps is captured and replayed, as in a CUDA graph.
             on_device: the cache lies on the pretended device, which needs the implementation "cuda".
             stock: SGLang's own cache with pages of the same size, in the same bytes.
             options: further fields of `ServerArgs`.
@@ -168,7 +172,7 @@ class SchedulerForks:
         options = {**size, "chunked_prefill_size": 256, **options}
         env = {**STRICT, "SGLANG_INIT_NEW_TOKEN_RATIO": str(new_token_ratio)}
         job = {"asks": [asdict(ask) for ask in asks], "in_flight": in_flight, "options": options, "env": env}
-        job |= {"attention": attention, "window": window, "on_device": on_device}
+        job |= {"attention": attention, "window": window, "on_device": on_device, "captured": captured}
         job["commands"] = [asdict(command) for command in commands]
         assert self._process.stdin is not None
         assert self._process.stdout is not None

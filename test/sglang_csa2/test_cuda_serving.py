@@ -31,14 +31,14 @@ def by_the_reference(forks: SchedulerForks) -> Result:
     return forks.run(ASKS, ARENA_PAGES, attention=4.0, csa2_impl="reference", **SMALL)
 
 
-@pytest.mark.parametrize("on_device", [False, True])
-def test_kernels_serve_what_the_reference_serves(
-    forks: SchedulerForks, by_the_reference: Result, *, on_device: bool
-) -> None:
-    """Prefix hits, chunks, an abort and demoted pages. On the device a tensor that meets one of the host ends the run."""
+@pytest.mark.parametrize("how", ["on_device", "captured"])
+def test_kernels_serve_what_the_reference_serves(forks: SchedulerForks, by_the_reference: Result, how: str) -> None:
+    """Prefix hits, chunks, an abort and demoted pages. On the device a tensor that meets one of the host ends the run;
+    captured, decode steps replay what was recorded before any page was written, in a batch that is padded."""
     found = forks.run(
-        ASKS, ARENA_PAGES, attention=4.0, on_device=on_device, csa2_impl="cuda", **SMALL
-    )  # fmt: skip
+        ASKS, ARENA_PAGES, attention=4.0, csa2_impl="cuda", on_device=how == "on_device", captured=how == "captured", **SMALL
+    )
+    assert (found.replays > 0) == (how == "captured")
     assert found.stuck == []
     assert found.answers == by_the_reference.answers
     assert found.endings["hit"].cached_tokens == 2 * PAGE

@@ -188,7 +188,8 @@ def test_all_refused_options_are_named_at_once(llama):
 def test_option_is_served(argv, llama):
     record = resolve("--model-path", llama, "--kv-compress", "csa2", *argv)
     values = record.resolved_dict()
-    assert {forced.field: values[forced.field] for forced in FORCED} == {f.field: f.value for f in FORCED}
+    here = [forced for forced in FORCED if forced.device in (None, "cpu")]
+    assert {forced.field: values[forced.field] for forced in here} == {forced.field: forced.value for forced in here}
 
 
 @pytest.mark.parametrize("flag", CONFLICTS)
