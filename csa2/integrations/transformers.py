@@ -7,7 +7,8 @@
     print(cache.compression_ratio, cache.pages)
 
 Keys and values lie in the same pages as in a server, and attention reads them from there. For trying out and measuring: one
-batch of sequences of equal length, without padding, on a CPU.
+batch of sequences of equal length, without padding. On a CPU, or with impl="cuda" on a CUDA device, where nobody has run it
+yet.
 """
 
 from pathlib import Path
@@ -69,16 +70,16 @@ class CompressedCache(Cache):  # type: ignore[misc]
             OptionError: an option out of range, or that only a server can honour.
             CalibrationError: a calibration that is not there or belongs to another model.
         """
-        check_model(model)
         self.options = CacheOptions(ratio=ratio, calibration=calibration, **options)  # type: ignore[arg-type]
         self.options.validate()
+        check_model(model, self.options.impl)
         if self.options.documents is not None:
             raise OptionError("documents can be pinned by a server only: leave the option out")
         geometry, rotation = geometry_of(model)
         known = _calibration(model, calibration, geometry)
         self._codec, self.ladder = codec_and_ladder(self.options, geometry, rotation, known)
         self._max_tokens = max_tokens or min(model.config.get_text_config().max_position_embeddings, MAX_TOKENS)
-        self._config = model.config
+        self._config, self._device = model.config, model.device
         self._sequences: Sequences | None = None
         _register()
         model.set_attn_implementation(ATTENTION)
@@ -148,7 +149,7 @@ class CompressedCache(Cache):  # type: ignore[misc]
         sizes = self.ladder.page_bytes
         pages = -(-self._max_tokens // self.ladder.geometry.page_size) * batch_size
         plan = plan_arena(self.options.arena_bytes or pages * sizes[PLAIN], sizes, self.ladder.guard)
-        store = PageStore(self.ladder, plan, plan.max_pages + 1, self._codec)
+        store = PageStore(self.ladder, plan, plan.max_pages + 1, self._codec, str(self._device))
         store.protected_pages = -(-self.options.protect_tokens // store.page_size)
         name = resolve_impl(self.options.impl, self.options.rope).name
         heads = self._config.get_text_config().num_attention_heads
@@ -221,7 +222,7 @@ def _check_mask(mask: Tensor | None, new: int) -> None:
     """
     if mask is None:
         return
-    causal = torch.ones(mask.shape[-2:], dtype=torch.bool).tril(mask.shape[-1] - new)
+    causal = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).tril(mask.shape[-1] - new)
     if bool((mask != causal).any()):
         raise OptionError("CompressedCache has no padding: give sequences of equal length, or one at a time")
 

@@ -11,8 +11,9 @@ from csa2.codec.channels import Rotation
 from csa2.codec.rope import config_rotation
 from csa2.errors import UnsupportedModelError
 from csa2.formats import MODEL_DTYPES
+from csa2.impl import INTERPRETER, resolve_impl
 from csa2.key_bias import SURVIVING_BIAS_THRESHOLD, surviving_bias_ratio, surviving_share
-from csa2.options import PAGE_SIZE
+from csa2.options import PAGE_SIZE, Impl
 from sgl_kernels.page_layout import PageGeometry
 
 logger = logging.getLogger(__name__)
@@ -23,8 +24,8 @@ def head_dim_of(config: Any) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
-def check_model(model: PreTrainedModel) -> None:
-    """Refuse a model whose attention compressed pages cannot serve.
+def check_model(model: PreTrainedModel, impl: Impl) -> None:
+    """Refuse a model whose attention compressed pages cannot serve, or not by `impl`.
 
     Raises:
         UnsupportedModelError: names the reason.
@@ -33,7 +34,12 @@ def check_model(model: PreTrainedModel) -> None:
     kinds = set(getattr(config, "layer_types", None) or ())
     window = getattr(config, "sliding_window", None) if not kinds else None
     reasons = {
-        f"it lies on {model.device}: only a CPU is verified": model.device.type != "cpu",
+        f'it lies on {model.device}, where only impl="cuda" can serve it, which nobody has run yet': (
+            model.device.type != "cpu" and (model.device.type, impl) != ("cuda", "cuda")
+        ),
+        'it lies on the CPU and impl="cuda" does not': (
+            model.device.type == "cpu" and impl == "cuda" and resolve_impl(impl).detail != INTERPRETER
+        ),
         f"its dtype is {model.dtype}: load it as one of {', '.join(MODEL_DTYPES)}": _name(model.dtype) not in MODEL_DTYPES,
         "it has an encoder": model.config.is_encoder_decoder,
         f"some of its layers are {', '.join(sorted(kinds - {'full_attention'}))}": bool(kinds - {"full_attention"}),

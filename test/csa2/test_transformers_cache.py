@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from interpreted import interpreted
 from tiny_llama import DIM, GROUPS, LAYERS, WORDS, write_tiny_llama
 
 from csa2.errors import ArenaFullError, CalibrationError, IntegrityError, OptionError, UnsupportedModelError
+from csa2.impl import resolve_impl
 from csa2.integrations.transformers import CompressedCache
 
 PAGE = 64
@@ -190,6 +192,35 @@ def test_other_attention_is_refused_by_name(model: Any, changed: dict[str, Any],
         setattr(model.config, name, value)
     with pytest.raises(UnsupportedModelError, match=named):
         CompressedCache(model)
+
+
+def test_kernels_for_cuda_in_the_interpreter(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt, of which pages are compressed, and two tokens more; the reference computes the same with other sums, so
+    within a few steps of bf16 (2^-8)."""
+    ids = text(3 * PAGE + 2)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    resolve_impl.cache_clear()
+    with pytest.raises(OptionError, match="--csa2-impl cuda needs a CUDA device"):
+        CompressedCache(model, impl="cuda")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    resolve_impl.cache_clear()
+    chunks, options = (3 * PAGE, 1, 1), {"ratio": "8", "max_tokens": 256, **SMALL}
+    with interpreted():
+        found = logits(model, ids, CompressedCache(model, impl="cuda", **options), chunks)
+    resolve_impl.cache_clear()
+    expected = logits(model, ids, CompressedCache(model, impl="reference", **options), chunks)
+    assert (found - expected).abs().max() < 4 * 2**-8 * expected.abs().max()
+
+
+@pytest.mark.gpu
+def test_a_model_on_a_gpu(model: Any) -> None:
+    """The same as on the CPU; tensor cores sum in another order: a few steps of bf16 (2^-8) apart."""
+    ids = text(10 * PAGE)
+    options = {"ratio": "8", "max_tokens": 1024, **SMALL}
+    expected = logits(model, ids, CompressedCache(model, impl="reference", **options), (600, 39, 1))
+    on_gpu = model.to("cuda")
+    found = logits(on_gpu, ids.cuda(), CompressedCache(on_gpu, impl="cuda", **options), (600, 39, 1)).cpu()
+    assert (found - expected).abs().max() < 8 * 2**-8 * expected.abs().max()
 
 
 def test_another_dtype_is_refused(model: Any) -> None:
