@@ -70,6 +70,7 @@ class DenseAttention:
         workspace: Tensor,
         *,
         extends: bool = False,
+        extend_backend: str = "auto",
         graph: GraphLimits | None = None,
         scales: Mapping[int, FixedScales] | None = None,
     ) -> None:
@@ -81,12 +82,14 @@ class DenseAttention:
             scale: softmax scale.
             workspace: (WORKSPACE_BYTES,) uint8 zeros on the device; several of these may share it on one stream.
             extends: new tokens of a request instead of one; what they read is all before them, so there is no mask.
+            extend_backend: of FlashInfer, for formats without biases; "auto" is FA3 on Hopper.
             graph: what is fixed by a graph; without it nothing is.
             scales: of E4M3 formats by their place in the ladder; 1 where it says nothing.
         """
         self._formats = tuple(formats)
         self._heads, self._dtype, self._scale = num_query_heads, query_dtype, scale
-        self._extends, self._graph, self._scales = extends, graph, dict(scales or {})
+        self._extends, self._extend_backend, self._graph = extends, extend_backend, graph
+        self._scales = dict(scales or {})
         self._workspace = workspace
         self._wrappers = [self._make(one) for one in self._formats]
         self._active: list[tuple[DenseFormat, Any]] = []
@@ -148,9 +151,10 @@ class DenseAttention:
         buffers = self._graph_buffers()
         jit = jit_arguments(self._dtype, g.dtype, g.head_dim, tensor_cores=cores) if one.is_biased else None
         if self._prefills(one):
-            # "auto" is FA3 on Hopper; it does not tell a variant which request it is in.
+            # FA3 does not tell a variant which request it is in.
             return prefill(
-                self._workspace, KV_LAYOUT, use_cuda_graph=self._graph is not None, backend="fa2" if jit else "auto",
+                self._workspace, KV_LAYOUT, use_cuda_graph=self._graph is not None,
+                backend="fa2" if jit else self._extend_backend,
                 jit_args=jit, jit_kwargs=PREFILL_OPTIONS if jit else None,
                 **dict(zip(PREFILL_BUFFERS, buffers, strict=False)),
             )  # fmt: skip
