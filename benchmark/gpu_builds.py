@@ -11,11 +11,11 @@ import traceback
 from dataclasses import replace
 from pathlib import Path
 
-from gpu_checks import kernel_checks
+from gpu_checks import compile_cases
 from gpu_points import FORMATS, PAGE, SHAPES, TINY, Point, arena_of, different_pages, our_calls
 from gpu_timing import Machine
 
-WORKERS = 8
+WORKERS = 12
 KINDS = ("bf16", "e4m3", "variant")
 """Modules of FlashInfer: for rows of two dtypes, and the attention of entries with a bias."""
 
@@ -29,11 +29,12 @@ class Builds:
         self._why = "there is no GPU" if machine.dry else "it cannot be imported"
         if machine.dry:
             return
-        workers = min(WORKERS, max(1, (os.cpu_count() or 1) // 2))
+        workers = min(WORKERS, max(1, (os.cpu_count() or 1) * 3 // 4))
         command = [sys.executable, str(program)]
         self._warm = [self._start([*command, "--warm", f"{i}/{workers}"], f"warm{i}") for i in range(workers)]
         if importlib.util.find_spec("flashinfer"):
-            self._flashinfer = {kind: self._start([*command, "--build", kind], kind) for kind in KINDS}
+            # It compiles with all cores: behind the kernels, which are needed first.
+            self._flashinfer = {kind: self._start(["nice", *command, "--build", kind], kind) for kind in KINDS}
 
     def _start(self, command: list[str], name: str) -> subprocess.Popen[bytes]:
         log = Path(tempfile.mkstemp(prefix=f"gpu-check-{name}-", suffix=".log")[1])
@@ -79,7 +80,7 @@ class Builds:
 def warm_cases(machine: Machine, share: str) -> int:
     """Run the `i`-th of `n` shares of all kernels, "i/n", at small sizes, so that Triton's cache on disk has them."""
     i, n = map(int, share.split("/"))
-    cases = [check for _, check in kernel_checks(machine)]
+    cases = compile_cases(machine)
     for shape in TINY if machine.dry else SHAPES:
         decode = Point("decode", shape, 2 * PAGE, 1)
         points = (decode, replace(decode, kind="extend", new_tokens=3 if machine.dry else 64))

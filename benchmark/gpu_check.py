@@ -15,7 +15,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -51,8 +50,8 @@ SPLITS = (1, 2, 4, 8, 16, 32)
 MEMORY_SHARE = 0.85
 RESERVE_S = 8
 """Kept to print and write."""
-WAIT_S = 60.0
-"""For what the first comparison needs compiled."""
+WAIT_S = 20.0
+"""For FlashInfer, before the first comparison."""
 
 
 def points_of(machine: Machine) -> list[Point]:
@@ -99,7 +98,7 @@ def candidates(machine: Machine, point: Point, dense: Sequence[str], report: Rep
         if name == "bf16" and "bf16" in dense:
             calls, plan = flashinfer_calls(machine, point, DenseFormat(0, layout), pages)
             found["flashinfer bf16"] = calls, count * layout.page_bytes
-            report.add("steps", point=point.name, name="plan of flashinfer bf16, host", **asdict(host_us(machine, plan)))
+            report.add_step(point, "plan of flashinfer bf16, host", host_us(machine, plan))
         elif name == "bf16":
             found["sdpa bf16"] = sdpa_calls(machine, point, len(pages[1])), count * layout.page_bytes
         found[name] = our_calls(machine, point, index, pages), count * layout.page_bytes
@@ -144,7 +143,7 @@ def headline(machine: Machine, point: Point, report: Report, budget: Budget) -> 
             "plan of the Triton kernels, graph": captured(machine, [plan]),
         }
         for step, run in steps.items():
-            report.add("steps", point=point.name, name=step, **asdict(host_us(machine, run, 2 if machine.dry else 20)))
+            report.add_step(point, step, host_us(machine, run, 2 if machine.dry else 20))
         if not machine.dry:
             equal = graph_equal(one)
             report.add(
@@ -184,15 +183,15 @@ def graph_equal(call: Call) -> bool:
 
 
 def run_points(machine: Machine, report: Report, budget: Budget, builds: Builds) -> None:
-    """As many as the time allows, the first one again once FlashInfer has been compiled."""
+    """As many as the time allows, the first one again whenever FlashInfer has compiled more."""
     todo, slowest, first = points_of(machine), 0.0, True
-    again = todo[:1]
+    best, seen = todo[0], 0
     while todo:
-        # The first comparison is worth waiting for.
-        wait = min(WAIT_S, budget.left() / 4) if first else 0.0
+        wait = min(WAIT_S, budget.left() / 8) if first else 0.0
         dense = [kind for kind in ("bf16", "e4m3") if builds.ready(kind, wait)]
-        if again and "bf16" in dense:
-            todo, again = (todo if first else again + todo), []
+        if len(dense) > seen and not first:
+            todo.insert(0, best)
+        seen = len(dense)
         point = todo.pop(0)
         needed, free = needed_bytes(machine, point), machine.free_bytes()
         if needed > MEMORY_SHARE * free:

@@ -116,6 +116,18 @@ def kernel_checks(machine: Machine) -> list[Check]:
     return checks
 
 
+def compile_cases(machine: Machine) -> list[Callable[[], float]]:
+    """Calls that compile all kernels of the checks, each few."""
+    sizes, cases = sizes_of(machine), []
+    for dtype in sizes.dtypes:
+        # Kernels over codes are the same for all dtypes of the model.
+        for only in sizes.formats if dtype == sizes.dtypes[0] else ("plain",):
+            cases.append(lambda d=dtype, o=only: _decode(machine, d, o))
+            cases.append(lambda d=dtype, o=only: _extend(machine, d, o))
+        cases.append(lambda d=dtype: _write(machine, d))
+    return cases
+
+
 def _decode(machine: Machine, dtype: torch.dtype, only: str) -> float:
     there = SceneOnDevice(machine, sizes_of(machine).lengths, dtype, only)
     query = there.scene.query(len(there.scene.lengths), dtype)
@@ -129,11 +141,11 @@ def _many(machine: Machine, dtype: torch.dtype) -> float:
     return there.worst(there.decode(query, 0, splits=1), query, 0)
 
 
-def _extend(machine: Machine, dtype: torch.dtype) -> float:
+def _extend(machine: Machine, dtype: torch.dtype, only: str | None = None) -> float:
     from paged_scenes import MIXED, UNIT, as_written, oracle
 
     sizes, count = sizes_of(machine), sizes_of(machine).new_tokens
-    there = SceneOnDevice(machine, [129 if machine.dry else MIXED], dtype)
+    there = SceneOnDevice(machine, [129 if machine.dry or only else MIXED], dtype, only)
     s = there.scene
     query = s.query(count, dtype)
     random = torch.Generator().manual_seed(3)

@@ -41,6 +41,11 @@ class Report:
         if self._path:
             self._path.write_text(json.dumps(self.record, indent=2) + "\n")
 
+    def add_step(self, point: Point, name: str, timing: Timing) -> None:
+        """What a step beside attention takes."""
+        shown = {"us": timing.median, "low": timing.low, "high": timing.high}
+        self.add("steps", point=point.name, name=name, **{k: round(us, 1) for k, us in shown.items()}, rounds=timing.rounds)
+
     def add_times(self, point: Point, times: dict[str, Timing], used: dict[str, int]) -> None:
         """A line for each of the times at a point, with the bytes of pages that a call reads."""
         base = next(name for name in BASELINES if name in times)
@@ -50,7 +55,8 @@ class Report:
             self.add(
                 "rows", **about, new_tokens=point.new_tokens, name=name, us=round(timing.median, 1),
                 low=round(timing.low, 1), high=round(timing.high, 1), rounds=timing.rounds,
-                vs_bf16=round(times[base].median / timing.median, 2), base=base, gb_per_s=round(rate), share=round(rate / self.record["copy_gb_per_s"], 2),
+                vs_bf16=round(times[base].median / timing.median, 2), base=base,
+                gb_per_s=round(rate), share=round(rate / self.record["copy_gb_per_s"], 2),
             )  # fmt: skip
 
     def failed(self) -> list[dict[str, Any]]:
