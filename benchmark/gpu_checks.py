@@ -229,11 +229,11 @@ def flashinfer_checks(machine: Machine, kind: str) -> list[Check]:
     """Of FlashInfer through our plans and views, against float64 over the very rows; one module is compiled first.
 
     Args:
-        kind: "bf16" or "e4m3" rows by tensor cores, or the "variant" with biases by CUDA cores.
+        kind: "bf16" or "e4m3" rows by tensor cores, the "variant" with biases by CUDA cores, or "variant-e4m3" by those.
     """
-    if kind == "variant":
-        return [("flashinfer entry bias", lambda: dense_decode(machine, torch.bfloat16, 2, repeat=2, graph=False))]
-    dtype = {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}[kind]
+    dtype = torch.float8_e4m3fn if kind.endswith("e4m3") else torch.bfloat16
+    if kind.startswith("variant"):
+        return [(f"flashinfer {kind}", lambda: dense_decode(machine, dtype, 2, repeat=2, graph=False))]
     return [(f"flashinfer decode {kind}", lambda: dense_decode(machine, dtype, 1, repeat=4, graph=True))]
 
 

@@ -214,7 +214,7 @@ def flashinfer_calls(
     for one in table:
         attention = DenseAttention(
             (dense,), shape.heads, machine.dtype, shape.dim**-0.5, workspace,
-            extends=extends, extend_backend="fa2", graph=limits,
+            extends=extends, graph=limits,
         )  # fmt: skip
 
         plans.append(lambda t=one, a=attention: a.plan(plan_dense(t, lengths, formats, offsets, (dense,), PAGE), new_tokens))

@@ -70,7 +70,7 @@ class DenseAttention:
         workspace: Tensor,
         *,
         extends: bool = False,
-        extend_backend: str = "auto",
+        extend_backend: str = "fa2",
         graph: GraphLimits | None = None,
         scales: Mapping[int, FixedScales] | None = None,
     ) -> None:
@@ -82,7 +82,7 @@ class DenseAttention:
             scale: softmax scale.
             workspace: (WORKSPACE_BYTES,) uint8 zeros on the device; several of these may share it on one stream.
             extends: new tokens of a request instead of one; what they read is all before them, so there is no mask.
-            extend_backend: of FlashInfer, for formats without biases; "auto" is FA3 on Hopper.
+            extend_backend: of FlashInfer, for formats without biases; "auto" is FA3 on Hopper for 16-bit rows.
             graph: what is fixed by a graph; without it nothing is.
             scales: of E4M3 formats by their place in the ladder; 1 where it says nothing.
         """

@@ -87,7 +87,7 @@ def test_without_a_device_it_says_what_to_do(benchmark):
         main([])
 
 
-@pytest.mark.parametrize("kind", ["bf16", "e4m3", "variant"])
+@pytest.mark.parametrize("kind", ["bf16", "e4m3", "variant", "variant-e4m3"])
 def test_checks_of_flashinfer_pass_where_it_is_right(benchmark, kind):
     from gpu_checks import flashinfer_checks
     from gpu_timing import Machine
@@ -96,7 +96,16 @@ def test_checks_of_flashinfer_pass_where_it_is_right(benchmark, kind):
     assert check() < 1
 
 
+def test_one_check_of_flashinfer_alone(benchmark, capsys):
+    from gpu_check import main
+
+    assert main(["--dry-run", "--flashinfer", "variant-e4m3"]) == 0
+    assert "flashinfer variant-e4m3: error over bound 0." in capsys.readouterr().out
+
+
 def test_checks_of_flashinfer_fail_where_it_is_wrong(benchmark, monkeypatch):
+    from gpu_builds import WRONG
+    from gpu_check import main
     from gpu_checks import flashinfer_checks
     from gpu_timing import Machine
 
@@ -109,6 +118,7 @@ def test_checks_of_flashinfer_fail_where_it_is_wrong(benchmark, monkeypatch):
     for kind in ("bf16", "e4m3", "variant"):
         ((_, check),) = flashinfer_checks(Machine(dry=True), kind)
         assert check() > 1
+    assert main(["--dry-run", "--flashinfer", "bf16"]) == WRONG
 
 
 def test_calls_of_both_sides_read_the_same_tokens(benchmark):
