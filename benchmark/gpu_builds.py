@@ -43,7 +43,7 @@ class Builds:
     def _start(self, command: list[str], name: str) -> subprocess.Popen[bytes]:
         log = Path(tempfile.mkstemp(prefix=f"gpu-check-{name}-", suffix=".log")[1])
         with log.open("wb") as out:
-            # A session of its own, so that compilers end with it.
+            # A process group of its own, so that compilers end with it.
             process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
         print(f"building {name}: pid {process.pid}, log {log}", flush=True)
         return process
