@@ -19,3 +19,7 @@ class PageLayoutError(ValueError):
 
 class KernelLayoutError(KernelError):
     """A page layout that the compiled kernels cannot read."""
+
+
+class PlanError(KernelError):
+    """A batch that cannot be planned."""
