@@ -39,6 +39,12 @@ class PageCodec:
             queries: (N, L x G, M, D) sample of queries to each page, softmax scale included; a page without one has zeros.
         """
         entries = Entries(finite(entries.keys), finite(entries.values), entries.bias, entries.positions)
+        entries, observed = self.merged(entries, layout, queries)
+        return seal_pages(entries, layout, self.bases, observed)
+
+    def merged(self, entries: Entries, layout: PageLayout, queries: Tensor | None) -> tuple[Entries, Tensor]:
+        """The entries that heads have in `layout`, and (N, L x G, E) the share of attention that the sample pays to each;
+        `entries` are finite, see `seal`."""
         observed = observed_attention(entries, queries)
         if layout.is_merged:
             importance = attention_share(entries, observed) * entries.values.norm(dim=-1)
@@ -46,7 +52,7 @@ class PageCodec:
                 importance = importance * self.scorer.correction(entries, observed)
             entries = merge_heads(entries, importance, [head.entries for head in layout.heads])
             observed = observed_attention(entries, queries)
-        return seal_pages(entries, layout, self.bases, observed)
+        return entries, observed
 
     def open(self, packed: Tensor, layout: PageLayout) -> Entries:
         """Entries of N pages (N, page_bytes) uint8, in the model's own basis, fp32; heads is L x G."""

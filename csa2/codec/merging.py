@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sgl_kernels.page_codec.reference import Entries, side_by_side
+from sgl_kernels.page_codec.reference import Entries
 
 WEIGHT_FLOOR = 0.02
 """Added to the weight of each entry, in units of the page's mean: an entry that scores nothing still counts."""
@@ -29,19 +29,27 @@ def merge_heads(entries: Entries, importance: Tensor, groups: Sequence[int]) -> 
     """
     if len(set(groups)) == 1 and groups[0] < entries.keys.shape[-2]:
         return merge_entries(entries, importance, groups[0])
-    merged = {}
+    n, heads, _, dim = entries.keys.shape
+    most = max(groups)
+    keys, values = entries.keys.new_zeros(2, n, heads, most, dim)
+    bias = entries.keys.new_full((n, heads, most), -math.inf)
+    positions = None if entries.positions is None else entries.positions.new_zeros(n, heads, most)
     for count in set(groups):
-        heads = [head for head, own in enumerate(groups) if own == count]
-        part = _heads(entries, heads)
+        own = [head for head, wanted in enumerate(groups) if wanted == count]
+        chosen = torch.tensor(own, device=keys.device)
+        part = _heads(entries, chosen)
         if count < entries.keys.shape[-2]:
-            part = merge_entries(part, importance[:, heads], count)
-        merged.update({head: _heads(part, [place]) for place, head in enumerate(heads)})
-    return side_by_side([merged[head] for head in range(len(groups))])
+            part = merge_entries(part, importance[:, chosen], count)
+        keys[:, chosen, :count], values[:, chosen, :count] = part.keys, part.values
+        bias[:, chosen, :count] = 0.0 if part.bias is None else part.bias
+        if positions is not None and part.positions is not None:
+            positions[:, chosen, :count] = part.positions
+    return Entries(keys, values, bias, positions)
 
 
-def _heads(entries: Entries, heads: list[int]) -> Entries:
-    bias, positions = (None if x is None else x[:, heads] for x in (entries.bias, entries.positions))
-    return Entries(entries.keys[:, heads], entries.values[:, heads], bias, positions)
+def _heads(entries: Entries, chosen: Tensor) -> Entries:
+    bias, positions = (None if x is None else x[:, chosen] for x in (entries.bias, entries.positions))
+    return Entries(entries.keys[:, chosen], entries.values[:, chosen], bias, positions)
 
 
 def merge_entries(entries: Entries, importance: Tensor, groups: int) -> Entries:

@@ -1,6 +1,6 @@
 """Re-encoding pages of an arena: the torch codec, page by page, and compiled code that does the same in one call."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -62,23 +62,45 @@ class ReferenceSealer:
 
     def seal(self, arena: Tensor, wave: Wave, samples: QuerySamples) -> dict[int, Tensor]:
         """See `Sealer.seal`."""
-        packed = {}
-        for index in torch.unique(wave.target).tolist():
-            size = self._layouts[index].page_bytes
-            packed[index] = torch.empty(int((wave.target == index).sum()), size, dtype=torch.uint8, device=arena.device)
-        for index, pages in packed.items():
-            to_here = torch.nonzero(wave.target == index).squeeze(-1)
-            for origin in torch.unique(wave.source[to_here]).tolist():
-                rows = torch.nonzero(wave.source[to_here] == origin).squeeze(-1)
-                for batch in torch.split(rows, CODEC_BATCH_PAGES):
-                    chosen = to_here[batch]
-                    size = self._layouts[origin].page_bytes
-                    data = torch.stack([arena[at : at + size] for at in wave.offsets[chosen].tolist()])
-                    entries = self._codec.open(data, self._layouts[origin])
-                    if wave.position is not None and entries.positions is None:
-                        entries = standing_from(entries, wave.position[chosen])
-                    pages[batch] = self._codec.seal(entries, self._layouts[index], samples.of(wave.reader[chosen]))
+        packed = room_for(wave, self._layouts, arena.device)
+        for move in alike(wave, CODEC_BATCH_PAGES):
+            size = self._layouts[move.source].page_bytes
+            data = torch.stack([arena[at : at + size] for at in wave.offsets[move.rows].tolist()])
+            entries = self._codec.open(data, self._layouts[move.source])
+            if wave.position is not None and entries.positions is None:
+                entries = standing_from(entries, wave.position[move.rows])
+            sealed = self._codec.seal(entries, self._layouts[move.target], samples.of(wave.reader[move.rows]))
+            packed[move.target][move.places] = sealed
         return packed
+
+
+@dataclass(frozen=True)
+class Moves:
+    """Pages of a wave that go from one format to another."""
+
+    source: int
+    target: int
+    rows: Tensor
+    """Which pages of the wave."""
+    places: Tensor
+    """The same among those of the wave with this target."""
+
+
+def alike(wave: Wave, batch_pages: int) -> Iterator[Moves]:
+    """All pages of the wave, at most so many at a time."""
+    for target in torch.unique(wave.target).tolist():
+        to_here = torch.nonzero(wave.target == target).squeeze(-1)
+        for source in torch.unique(wave.source[to_here]).tolist():
+            places = torch.nonzero(wave.source[to_here] == source).squeeze(-1)
+            for batch in torch.split(places, batch_pages):
+                yield Moves(source, target, to_here[batch], batch)
+
+
+def room_for(wave: Wave, layouts: Sequence[PageLayout], device: torch.device) -> dict[int, Tensor]:
+    """For each target format (n, page_bytes) uint8, not yet written."""
+    counts = torch.bincount(wave.target, minlength=len(layouts)).tolist()
+    sizes = {index: (count, layouts[index].page_bytes) for index, count in enumerate(counts) if count}
+    return {index: torch.empty(size, dtype=torch.uint8, device=device) for index, size in sizes.items()}
 
 
 class CompiledSealer:

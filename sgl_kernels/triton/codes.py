@@ -13,6 +13,7 @@ import triton.language as tl
 E2M1 = tl.constexpr("e2m1")
 LLOYD2 = tl.constexpr("lloyd2")
 INT4 = tl.constexpr("int4")
+INT2 = tl.constexpr("int2")
 E4M3 = tl.constexpr("e4m3")
 
 
@@ -149,6 +150,8 @@ def code_value(code, KIND: tl.constexpr):
         return tl.where((code & 0x80) != 0, -value, value)
     elif KIND == INT4:
         return (2 * code - 16).to(tl.float32)
+    elif KIND == INT2:
+        return (2 * code - 3).to(tl.float32)
     else:
         return (2 * code - 15).to(tl.float32)
 
