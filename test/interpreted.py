@@ -16,7 +16,9 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction, _patch_lang, interpreter_builder
 from triton.runtime.jit import JITFunction
 
-import sgl_kernels.triton.attention  # noqa: F401  all modules with kernels, before functions are replaced in them
+# All modules with kernels, before functions are replaced in them.
+import sgl_kernels.triton.attention
+import sgl_kernels.triton.codec  # noqa: F401
 
 
 class _Interpreted(InterpretedFunction):

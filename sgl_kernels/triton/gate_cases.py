@@ -20,7 +20,10 @@ from sgl_kernels.triton.attend import attend_items
 from sgl_kernels.triton.causal import attend_new
 from sgl_kernels.triton.launch import EXTEND_COLUMNS, MIN_COLUMNS, REGISTERS, STAGES, WARPS, is_wide
 from sgl_kernels.triton.merge import merge_partials
+from sgl_kernels.triton.open import open_keys, open_plain, open_values
 from sgl_kernels.triton.pieces import TILE, Piece, coded_piece, plain_piece
+from sgl_kernels.triton.seal import seal_keys, seal_values
+from sgl_kernels.triton.stored import stored_piece
 from sgl_kernels.triton.write import write_rows
 
 DIM, GROUP = 128, 4
@@ -106,6 +109,38 @@ def _others() -> list[Case]:
     return [new, merge, write]
 
 
+OPENED = {"keys": ("fp4", "csa2-2x", "identity basis"), "values": ("fp4",)}
+"""Heads whose keys, or values, stand for those of other formats in opening and sealing."""
+
+
+def _codec() -> list[Case]:
+    row = "num_heads:i32 page_entries:i32"
+    kernels = {
+        "seal keys": (
+            seal_keys,
+            f"keys:*fp32 weight:*fp32 packed:*u8 table:*i32 flat:*fp32 reduced:*fp32 {row} page_bytes:i32 columns:i32",
+        ),
+        "seal values": (
+            seal_values,
+            f"values:*fp32 bias:*fp32 weight:*fp32 packed:*u8 table:*i32 flat:*fp32 {row} page_bytes:i32",
+        ),
+        "open keys": (
+            open_keys,
+            f"arena:*u8 offsets:*i64 table:*i32 flat:*fp32 reduced:*fp32 keys:*fp32 bias:*fp32 {row} columns:i32",
+        ),
+        "open values": (open_values, f"arena:*u8 offsets:*i64 table:*i32 flat:*fp32 values:*fp32 {row}"),
+    }
+    cases = []
+    for name, (kernel, arguments) in kernels.items():
+        for head in OPENED[name.split()[1]]:
+            constants: dict[str, Any] = {"P": stored_piece(_heads()[head])}
+            warps = constants["P"].warps
+            cases.append(Case(f"{name} {head}", kernel, _signature(arguments, constants), constants, warps))
+    constants = {"D": DIM, "DIM": DIM, "S": _GEOMETRY.page_size}
+    arguments = "arena:*bf16 offsets:*i64 out:*fp32 item_bytes:i32 num_kv_heads:i32"
+    return [*cases, Case("open plain", open_plain, _signature(arguments, constants), constants, 4)]
+
+
 LOOP_LIMITS = {
     "decode fp8": (720, 740, 840),
     "decode k8v4": (745, 715, 820),
@@ -132,7 +167,7 @@ def _cases() -> tuple[Case, ...]:
     cases.append(_attend("decode plain", plain, MIN_COLUMNS))
     cases += [_attend(f"extend {name}", coded_piece(_heads()[name]), EXTEND_COLUMNS) for name in EXTENDED]
     cases.append(_attend("extend plain", plain, EXTEND_COLUMNS))
-    cases += _others()
+    cases += [*_others(), *_codec()]
     limits = {name: MappingProxyType(dict(zip((80, 90, 100), row, strict=True))) for name, row in LOOP_LIMITS.items()}
     return tuple(
         replace(case, loop_limits=limits.get(case.name, case.loop_limits), loop_spills=LOOP_SPILLS.get(case.name, 0))
