@@ -1,5 +1,6 @@
 """The codec of one model: entries of any format in, bytes of any smaller format out."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,15 +43,25 @@ class PageCodec:
         entries, observed = self.merged(entries, layout, queries)
         return seal_pages(entries, layout, self.bases, observed)
 
-    def merged(self, entries: Entries, layout: PageLayout, queries: Tensor | None) -> tuple[Entries, Tensor]:
-        """The entries that heads have in `layout`, and (N, L x G, E) the share of attention that the sample pays to each;
-        `entries` are finite, see `seal`."""
+    def merged(
+        self,
+        entries: Entries,
+        layout: PageLayout,
+        queries: Tensor | None,
+        merge: Callable[[Entries, Tensor, Sequence[int]], Entries] = merge_heads,
+    ) -> tuple[Entries, Tensor]:
+        """The entries that heads have in `layout`, and (N, L x G, E) the share of attention that the sample pays to each.
+
+        Args:
+            entries: finite; see `seal`.
+            merge: what merges, as `merge_heads` does.
+        """
         observed = observed_attention(entries, queries)
         if layout.is_merged:
             importance = attention_share(entries, observed) * entries.values.norm(dim=-1)
             if self.scorer is not None:
                 importance = importance * self.scorer.correction(entries, observed)
-            entries = merge_heads(entries, importance, [head.entries for head in layout.heads])
+            entries = merge(entries, importance, [head.entries for head in layout.heads])
             observed = observed_attention(entries, queries)
         return entries, observed
 

@@ -1,16 +1,19 @@
-"""Re-encoding pages of an arena on a CUDA device: kernels open and encode, torch scores and merges in between.
+"""Re-encoding pages of an arena on a CUDA device: kernels open, merge and encode, torch scores in between.
 
 A module of its own, because it imports Triton.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from csa2.codec.codec import PageCodec
+from csa2.codec.merging import ROUNDING, entry_weight
 from csa2.codec.queries import QuerySamples
 from csa2.codec.sealing import Wave, alike, room_for
+from sgl_kernels.page_codec.reference import Entries
 from sgl_kernels.page_layout import PageLayout
 from sgl_kernels.triton.codec import TritonPageCodec
 
@@ -50,9 +53,16 @@ class TritonSealer:
         for move in alike(wave, self._batch_pages):
             entries = self._kernels.open(arena, wave.offsets[move.rows].to(device), move.source)
             asked = None if queries is None else queries[row[move.rows].to(queries.device)].to(device)
-            entries, weight = self._codec.merged(entries, self._layouts[move.target], asked)
+            entries, weight = self._codec.merged(entries, self._layouts[move.target], asked, self._merge)
             packed[move.target][move.places.to(device)] = self._kernels.seal(entries, move.target, weight)
         return packed
+
+    def _merge(self, entries: Entries, importance: Tensor, groups: Sequence[int]) -> Entries:
+        """See `merge_heads`."""
+        weight = entry_weight(importance)
+        if entries.bias is not None:
+            weight = weight.masked_fill(entries.bias == -math.inf, 0.0)  # padding
+        return self._kernels.merge(entries, weight, groups, ROUNDING)
 
     def _check(self, wave: Wave) -> None:
         if bool((wave.target == 0).any()):

@@ -18,12 +18,13 @@ from sgl_kernels.page_layout import (
 )
 from sgl_kernels.triton.attend import attend_items
 from sgl_kernels.triton.causal import attend_new
+from sgl_kernels.triton.groups import merge_groups
 from sgl_kernels.triton.launch import EXTEND_COLUMNS, MIN_COLUMNS, REGISTERS, STAGES, WARPS, is_wide
 from sgl_kernels.triton.merge import merge_partials
 from sgl_kernels.triton.open import open_keys, open_plain, open_values
 from sgl_kernels.triton.pieces import TILE, Piece, coded_piece, plain_piece
 from sgl_kernels.triton.seal import seal_keys, seal_values
-from sgl_kernels.triton.stored import stored_piece
+from sgl_kernels.triton.stored import launch_options, stored_piece
 from sgl_kernels.triton.write import write_rows
 
 DIM, GROUP = 128, 4
@@ -134,11 +135,24 @@ def _codec() -> list[Case]:
     for name, (kernel, arguments) in kernels.items():
         for head in OPENED[name.split()[1]]:
             constants: dict[str, Any] = {"P": stored_piece(_heads()[head])}
-            warps = constants["P"].warps
-            cases.append(Case(f"{name} {head}", kernel, _signature(arguments, constants), constants, warps))
+            cases.append(_whole(f"{name} {head}", kernel, arguments, constants, DIM))
     constants = {"D": DIM, "DIM": DIM, "S": _GEOMETRY.page_size}
     arguments = "arena:*bf16 offsets:*i64 out:*fp32 item_bytes:i32 num_kv_heads:i32"
-    return [*cases, Case("open plain", open_plain, _signature(arguments, constants), constants, 4)]
+    cases.append(_whole("open plain", open_plain, arguments, constants, DIM))
+    constants = {"HAS_BIAS": True, "E": _GEOMETRY.page_size, "GROUPS": _GEOMETRY.page_size // 2, "D": DIM}
+    arguments = (
+        "keys:*fp32 values:*fp32 bias:*fp32 weight:*fp32 pivots:*i64 heads:*i64 out_keys:*fp32 out_values:*fp32 "
+        "out_bias:*fp32 num_heads:i32 page_groups:i32 rounding:fp32"
+    )
+    cases.append(_whole("merge entries", merge_groups, arguments, constants, DIM // 2))
+    return cases
+
+
+def _whole(name: str, kernel: Any, arguments: str, constants: dict[str, Any], columns: int) -> Case:
+    """A kernel of the codec, whose programs have a page of one head in their registers."""
+    options = launch_options(_GEOMETRY.page_size, columns)
+    signature = _signature(arguments, constants)
+    return Case(name, kernel, signature, constants, options["num_warps"], registers=options["maxnreg"])
 
 
 LOOP_LIMITS = {

@@ -19,6 +19,8 @@ from sgl_kernels.triton.pieces import MAX_HEAD_DIM
 WARP_ELEMENTS = 2048
 """Numbers of a tile that a warp holds: 64 in each thread."""
 MAX_WARPS = 16
+REGISTERS = 65536
+"""Of a multiprocessor, which a program can have all; a thread has 255 at most."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +70,11 @@ class StoredPiece:
     bias: int
     """-1 where entries are tokens."""
 
-    @property
-    def warps(self) -> int:
-        """Of a program that has all channels of all entries in its registers."""
-        return min(MAX_WARPS, max(4, self.entries * self.dim // WARP_ELEMENTS))
+
+def launch_options(rows: int, columns: int) -> dict[str, int]:
+    """How a program is compiled that has so many fp32 numbers in its registers."""
+    warps = min(MAX_WARPS, max(4, rows * columns // WARP_ELEMENTS))
+    return {"num_warps": warps, "maxnreg": min(255, REGISTERS // (32 * warps))}
 
 
 @dataclass(frozen=True)
