@@ -35,6 +35,7 @@ class Samples(QuerySamples):
     def of(self, readers: Tensor) -> Tensor | None:
         if self.queries is None:
             return None
+        readers = readers.to(self.queries.device)
         return torch.where(readers[:, None, None, None] < 0, 0, self.queries[readers])
 
 

@@ -52,10 +52,26 @@ def test_hard_pages_are_within_the_bounds(name):
     undecided_heads(codec, codec.open(data, layouts[0]), layouts[1], queries, packed)
 
 
-@pytest.mark.parametrize("name", ["fp8", "fp4", "csa2-4x", UNEVEN])
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", TARGETS)
+def test_hard_pages_on_a_device(name):
+    g = geometry(128, 3)
+    codec, layouts = model(g, name)
+    keys, values = (torch.stack(list(hard_pages(layouts[0], seed).values())) for seed in (1, 2))
+    data, queries = plain_pages(keys, values.roll(1, 0), g), some_queries(len(keys), g)
+    page = torch.arange(len(data))
+    wave = Wave(torch.zeros_like(page), page * data.shape[1], torch.ones_like(page), page)
+    sealer = TritonSealer(layouts, codec.to("cuda"))
+    packed = sealer.seal(data.view(-1).cuda(), wave, Samples(queries.cuda()))[1]
+    undecided_heads(codec, codec.open(data, layouts[0]), layouts[1], queries, packed.cpu())
+    # Nothing depends on the order of atomics.
+    assert torch.equal(packed, sealer.seal(data.view(-1).cuda(), wave, Samples(queries.cuda()))[1])
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp4", "csa2-4x"])
 def test_a_broken_token_counts_as_the_reference_counts_it(name):
     """NaN and infinity are 0, and what is too large saturates."""
-    g = geometry(64, 3 if name == UNEVEN else 1, torch.float32, 32)
+    g = geometry(64, 1, torch.float32, 32)
     codec, layouts = model(g, name)
     broken = (math.nan, math.inf, -math.inf, 3e38)
     keys, values = torch.randn(2, 5, 2 * g.num_kv_heads, 32, 64, generator=torch.Generator().manual_seed(5))
@@ -76,7 +92,7 @@ def test_a_broken_token_counts_as_the_reference_counts_it(name):
 @pytest.mark.parametrize("chain", CHAINS, ids="-".join)
 def test_chains_of_demotions(chain):
     """Each step is the one that the torch codec makes from the same page."""
-    g = geometry(64, 3)
+    g = geometry(64, 3 if UNEVEN in chain else 1)
     codec, layouts = model(g, *chain)
     heads = 2 * g.num_kv_heads
     tokens = torch.randn(2, 2, heads, 64, 64, generator=torch.Generator().manual_seed(3))
@@ -89,7 +105,7 @@ def test_chains_of_demotions(chain):
         packed = sealed(codec, *arguments)
         wanted = reencoded(ReferenceSealer(layouts, codec), *arguments)
         held = codec.open(data, layouts[source])
-        # Of 12 pieces; two scores may be equal but for rounding, and then any of the two entries may stay.
+        # Of 4 or 12 pieces; two scores may be equal but for rounding, and then any of the two entries may stay.
         assert undecided_heads(codec, held, layouts[source + 1], queries, packed) <= 1
         # What was coded before is often 0 or, without a mean, equal to another: codes of two bits change sign at 0.
         assert float((packed != wanted).float().mean()) < (0.05 if source else 0.005)
@@ -117,7 +133,7 @@ def test_a_wave_of_many_moves_is_the_same_as_each_alone():
     data = plain_pages(*torch.randn(2, 2, 2, 32, 64, generator=torch.Generator().manual_seed(7)), g)
     queries = some_queries(2, g)
     held = [data, codec.seal(codec.open(data, layouts[0]), layouts[1])]
-    moves = [(0, 0, 2), (1, 1, 2), (0, 1, 1), (0, 1, 2), (1, 0, 2), (0, 0, 1)]
+    moves = [(0, 1, 2), (1, 1, 2), (0, 1, 1), (0, 0, 2)]
     sizes = torch.tensor([held[s].shape[1] for s, _, _ in moves])
     arena = torch.cat([held[s][page] for s, page, _ in moves])
     source, page, target = torch.tensor(moves).unbind(-1)

@@ -1,12 +1,16 @@
-"""Triton attention on a device against attention in float64. Skipped without one; see docs/gpu.md."""
+"""Triton attention on a device against attention in float64, and sealing against the torch codec. Skipped without one; see
+docs/gpu.md."""
 
 import pytest
 import torch
-from paged_scenes import ALL_FORMATS, LAYERS, MIXED, UNIT, Scene, as_written, make_scene, oracle
+from hard_pages import bases_of, biases, geometry, layout_of, normal, weights
+from paged_scenes import ALL_FORMATS, LAYERS, MIXED, PLAIN, UNIT, Scene, as_written, make_scene, oracle
 from torch import Tensor
 
-from sgl_kernels.page_codec.reference import CodecBases
+from sgl_kernels.page_codec.reference import CodecBases, Entries, open_pages, seal_pages
+from sgl_kernels.page_layout import plain_layout
 from sgl_kernels.triton.attention import TritonAttention
+from sgl_kernels.triton.codec import TritonPageCodec
 from sgl_kernels.triton.launch import EXTEND_COLUMNS, decode_columns
 from sgl_kernels.triton.plan import BatchPlan, QueryBlocks, plan_batch, query_blocks
 
@@ -15,9 +19,12 @@ GPU = torch.device("cuda")
 DTYPES = [torch.bfloat16, torch.float16]
 
 
+def on_device(bases: CodecBases) -> CodecBases:
+    return CodecBases(bases.flat.to(GPU), None if bases.reduced is None else bases.reduced.to(GPU))
+
+
 def kernels_of(scene: Scene) -> TritonAttention:
-    reduced = None if scene.bases.reduced is None else scene.bases.reduced.to(GPU)
-    return TritonAttention(scene.layouts, CodecBases(scene.bases.flat.to(GPU), reduced))
+    return TritonAttention(scene.layouts, on_device(scene.bases))
 
 
 def plan_of(scene: Scene, blocks: QueryBlocks, splits: int = 3) -> BatchPlan:
@@ -91,3 +98,38 @@ def test_a_graph_replays_with_another_page_table():
     query.copy_(query.flip(0))
     graph.replay()
     assert_close(scene, query.flip(0).cpu(), 0, out.flip(0))
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("name", ALL_FORMATS[1:])
+def test_pages_are_sealed_and_opened_as_by_the_torch_codec(name, dim):
+    """See test_triton_codec.py, which does this in the interpreter, for the bounds."""
+    g = geometry(dim, 3, torch.bfloat16)
+    layout, bases = layout_of(name, g), bases_of(g)
+    codec = TritonPageCodec([plain_layout(PLAIN, g), layout], on_device(bases))
+    keys, values, bias = normal(layout, 3, 1) + normal(layout, 1, 3)[:, :, :1], normal(layout, 3, 2), biases(layout, 3)
+    weight = weights(layout, 3)
+    want = seal_pages(Entries(keys, values, bias), layout, bases, weight)
+    entries = Entries(keys.to(GPU), values.to(GPU), None if bias is None else bias.to(GPU))
+    packed = codec.seal(entries, 1, weight.to(GPU)).cpu()
+    assert float((packed != want).float().mean()) < 1e-3
+    opened = codec.open(want.view(-1).to(GPU), torch.arange(3, device=GPU) * layout.page_bytes, 1)
+    known = open_pages(want, layout, bases)
+    for got, wanted in ((opened.keys, known.keys), (opened.values, known.values)):
+        assert torch.allclose(got.cpu(), wanted, rtol=0, atol=20 * 256 * 2.0**-24)
+    if opened.bias is not None:
+        assert torch.equal(opened.bias.cpu(), known.bias)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float32], ids=str)
+def test_plain_pages_are_opened_exactly(dtype):
+    g = geometry(128, 2, dtype)
+    layout = plain_layout(PLAIN, g)
+    pages = torch.randn(3, 2, 2, 2, 64, 128, generator=torch.Generator().manual_seed(1)).to(dtype)
+    pages[0, 0, 0, 0, 3] = torch.inf
+    pages[0, 0, 0, 0, 4] = torch.nan
+    data = pages.view(-1).view(torch.uint8).to(GPU)
+    opened = TritonPageCodec([layout], on_device(bases_of(g))).open(data, torch.arange(3, device=GPU) * layout.page_bytes, 0)
+    wanted = pages.float().nan_to_num(0, 0, 0)
+    assert torch.equal(opened.keys.cpu(), wanted[:, :, 0].flatten(1, 2))
+    assert torch.equal(opened.values.cpu(), wanted[:, :, 1].flatten(1, 2))
