@@ -13,6 +13,7 @@ import pytest
 import torch
 from hard_pages import BUDGETS, DIMS, DTYPES, PAGE_SIZES, UNEVEN, geometry, hard_pages
 from interpreted import interpreted
+from other_device import DEVICE, PretendedDevice, on_device
 from page_stores import LADDERS, assert_near, full_pages, make_store, read_page
 from sealed_pages import TARGETS, Samples, model, plain_pages, random_scorer, reencoded, some_queries, undecided_heads
 from torch import Tensor
@@ -127,7 +128,7 @@ def test_scores_are_corrected_as_the_reference_corrects_them():
 
 
 def test_a_wave_of_many_moves_is_the_same_as_each_alone():
-    """In whatever order, and however few pages fit into the workspace."""
+    """In whatever order, however few pages fit into the workspace, and wherever they lie."""
     g = geometry(64, 1, torch.bfloat16, 32)
     codec, layouts = model(g, "fp4", "csa2-4x")
     data = plain_pages(*torch.randn(2, 2, 2, 32, 64, generator=torch.Generator().manual_seed(7)), g)
@@ -138,8 +139,11 @@ def test_a_wave_of_many_moves_is_the_same_as_each_alone():
     arena = torch.cat([held[s][page] for s, page, _ in moves])
     source, page, target = torch.tensor(moves).unbind(-1)
     wave = Wave(source, sizes.cumsum(0) - sizes, target, page)
-    with interpreted():
-        packed = TritonSealer(layouts, codec, workspace_bytes=1).seal(arena, wave, Samples(queries))
+    with interpreted(), PretendedDevice():
+        # The wave is on the host; a tensor of it that met one of the device would raise.
+        sealer = TritonSealer(layouts, codec.to(DEVICE), workspace_bytes=1)
+        packed = sealer.seal(on_device(arena), wave, Samples(on_device(queries)))
+        packed = {index: pages.cpu() for index, pages in packed.items()}
     for index, got in packed.items():
         of_format = [move for move in moves if move[2] == index]
         for row, (s, p, t) in zip(got, of_format, strict=True):
