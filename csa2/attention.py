@@ -41,7 +41,7 @@ class Attention(Protocol):
 
 
 def make_attention(store: PageStore, name: str, query_heads: int) -> Attention:
-    """The implementation `name`, "reference", "cpu" or "cuda"; that of "cpu" seals the pages of `store` from then on too.
+    """The implementation `name`, "reference", "cpu" or "cuda"; compiled ones seal the pages of `store` from then on too.
 
     Args:
         query_heads: H of every layer.

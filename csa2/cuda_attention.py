@@ -1,7 +1,7 @@
 """Attention over the pages of a store by Triton kernels, on a CUDA device or in Triton's interpreter.
 
 Page table and facts stay on the host, where every decision is made. So a plan is made there too, and goes to the device once
-a forward pass; all layers share it. Sealing is that of the torch codec, on the device.
+a forward pass; all layers share it. Kernels seal pages too.
 """
 
 from dataclasses import dataclass, replace
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from csa2.attention import Write
+from csa2.codec.triton_sealing import TritonSealer
 from csa2.store import PageStore
 from sgl_kernels.page_layout import PageLayout
 from sgl_kernels.triton.attention import TritonAttention
@@ -35,7 +36,7 @@ class CudaAttention:
     """Triton kernels: a launch for each format of the ladder and one that merges, for the whole batch."""
 
     def __init__(self, store: PageStore, query_heads: int) -> None:
-        """Bind the kernels to a store.
+        """Bind the kernels to a store, whose pages they seal from then on.
 
         Args:
             query_heads: H of every layer, a multiple of the KV heads.
@@ -50,6 +51,7 @@ class CudaAttention:
         # The interpreter computes bfloat16 wrongly, and half precision no faster.
         operands, plain = (torch.float16, None) if self._device.type == "cuda" else (torch.float32, torch.float32)
         self.kernels = TritonAttention(store.ladder.layouts, store.codec.bases, operands, plain)
+        store.seal_with(TritonSealer(store.ladder.layouts, store.codec))
         self.write: Write = self._write
         self._multiprocessors = INTERPRETER_MULTIPROCESSORS
         if self._device.type == "cuda":

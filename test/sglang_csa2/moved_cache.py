@@ -8,7 +8,6 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 from other_device import DEVICE, PretendedDevice, on_device
 
-from csa2.codec.sealing import ReferenceSealer
 from csa2.cuda_attention import CudaAttention
 
 
@@ -23,7 +22,6 @@ def move_to_device(scheduler: Any) -> PretendedDevice:
     with mode:
         store.arena.buffer = on_device(store.arena.buffer)
         store.codec = store.codec.to(DEVICE)
-        store.seal_with(ReferenceSealer(store.ladder.layouts, store.codec))
         backend._attention = CudaAttention(store, scheduler.model_config.num_attention_heads)
         pool.write_with(backend._attention.write)
     attend = backend._attend
