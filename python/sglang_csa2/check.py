@@ -58,6 +58,7 @@ def _run_tasks(arguments: argparse.Namespace) -> int:
 
     arguments.context = arguments.context or check_options.TASK_CONTEXT
     _check_places(arguments)
+    check_tasks.check_folder(arguments.kvpress)
     inputs = check_tasks.prepare(arguments)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     record = check_tasks.run(inputs, arguments, _settings(arguments))

@@ -27,7 +27,7 @@ Tick = Callable[[], object]
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What the user chooses of the engines: SGLang's options of the same names; from `impl` on those of csa2, but `device`."""
+    """What the user chooses of the engines: SGLang's options of the same names, and of csa2 without the prefix."""
 
     dtype: str
     impl: str = "auto"

@@ -53,6 +53,13 @@ class TaskInputs:
         return Protocol(longest, STEP_TOKENS, 0, self.plan.seed)
 
 
+def check_folder(kvpress: Path | None) -> None:
+    """Raises CheckError: results could not be written into this folder."""
+    if kvpress is not None:
+        # A name inside it stands for the folder itself, which need not be there.
+        check_inputs.check_target("--kvpress", (kvpress / "results") if kvpress.is_dir() else kvpress)
+
+
 def prepare(arguments: argparse.Namespace) -> TaskInputs:
     """Everything that can be refused before an engine starts.
 
