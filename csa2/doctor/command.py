@@ -5,11 +5,10 @@ from typing import Any
 
 import msgspec
 
-from csa2.doctor import cache_rules, flag_rules, load_rules, setup_rules
+from csa2.doctor import cache_rules, load_rules, setup_rules
 from csa2.doctor.collect import observe
 from csa2.doctor.divergence import describe, divergence_finding, find_divergence
 from csa2.doctor.finding import Finding
-from csa2.doctor.flags import FlagCase, gather
 from csa2.doctor.prompt_file import as_units, read_prompts
 from csa2.doctor.readings import Case
 from csa2.errors import OptionError
@@ -59,36 +58,17 @@ def answer(arguments: argparse.Namespace) -> tuple[str, int]:
 
 def _before_a_start(arguments: argparse.Namespace) -> tuple[str, int]:
     """Report about flags alone."""
+    # Here, because it needs torch, which takes seconds.
+    from csa2.doctor.before_start import look
+
     if arguments.prompts is not None:
         raise OptionError("--prompts belongs to a server that runs: leave it out, or the flags after `--`")
-    case = gather(arguments.flags, arguments.memory and parse_bytes(arguments.memory, "--memory"))
-    findings = [finding for rule in flag_rules.RULES if (finding := rule(case)) is not None]
-    facts = _flag_facts(case)
+    memory = None if arguments.memory is None else parse_bytes(arguments.memory, "--memory")
+    facts, findings, unseen = look(arguments.flags, memory)
     code = 1 if findings else 0
     if arguments.json:
-        return _as_json({"flags": list(arguments.flags)}, facts, findings, case.unseen), code
-    return _as_text("Looked at the flags; nothing was started:", facts, findings, case.unseen), code
-
-
-def _flag_facts(case: FlagCase) -> list[str]:
-    """What the flags come to, in numbers."""
-    facts = []
-    if case.model is not None:
-        facts.append(f"a token takes {case.model.token_bytes} bytes uncompressed: {case.model.formula}")
-    if case.arena_bytes is not None and case.arena_bytes > 0:
-        source = "--csa2-arena-size" if case.options and case.options.arena_bytes else "memory, less weights: an estimate"
-        facts.append(f"the arena has {format_bytes(case.arena_bytes)} ({source})")
-    if case.context is not None:
-        facts.append(f"requests have up to {case.context} tokens{_fitting(case)}")
-    return facts
-
-
-def _fitting(case: FlagCase) -> str:
-    try:
-        fit = None if case.context is None else case.requests(case.context)
-    except OptionError:
-        fit = 0
-    return "" if fit is None else f"; {fit} of that length fit at once when pages are as small as they get"
+        return _as_json({"flags": list(arguments.flags)}, facts, findings, unseen), code
+    return _as_text("Looked at the flags; nothing was started:", facts, findings, unseen), code
 
 
 def _facts(case: Case) -> list[str]:

@@ -25,7 +25,10 @@ def resolve(flags: Sequence[str]) -> dict[str, Any]:
 
     record = server_args.prepare_server_args(list(flags))
     record.resolve_once()
-    values = {name: getattr(record, name) for name in type(record).__struct_fields__ if not name.startswith("_")}
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    view = resolving_view(record)
+    values = {name: getattr(view, name) for name in type(record).__struct_fields__ if not name.startswith("_")}
     return {name: value for name, value in values.items() if value is None or isinstance(value, bool | int | float | str)}
 
 
