@@ -50,7 +50,7 @@ def commands() -> Iterator[Command]:
 
 
 def _blocks(text: str) -> Iterator[tuple[int, str, bool]]:
-    """Where blocks begin, what they hold, and whether all of it is commands: other fences are pictures, or what is printed."""
+    """Where blocks begin, what they hold, and whether all of it is commands; other fences show what is printed."""
     for fence in _FENCE.finditer(text):
         if fence[2] == "bash":
             yield fence.start(), fence[3], True
