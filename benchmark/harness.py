@@ -2,9 +2,9 @@
 
     python benchmark/harness.py --lm-eval lm_eval --formats bf16,fp4,csa2-4x
 
-Writes the questions of `csa2 check --tasks` to benchmark/lm_eval/data, starts a server for each format, and lets lm-eval ask
-it through `local-completions`. lm-eval is not ours: install "lm_eval[api]" into an environment of its own, and name its command
-with `--lm-eval`. Hugging Face libraries are told not to ask the network.
+Writes the questions of `csa2 check --tasks` to benchmark/lm_eval/data, starts a server for each format, and lets lm-eval
+ask it through `local-completions`. lm-eval is not ours: install "lm_eval[api]" into an environment of its own, and name its
+command with `--lm-eval`. Hugging Face libraries are told not to ask the network.
 """
 
 import argparse
