@@ -163,9 +163,10 @@ def _plan(arguments: argparse.Namespace) -> int:
 def _add_doctor(commands: Any) -> None:
     doctor = commands.add_parser(
         "doctor",
-        help="look at a running server and name likely causes of what is wrong",
+        help="look at a running server, or at the flags of one, and name likely causes of what is wrong",
         description="Read a server some seconds apart and print what is likely to cost memory, speed or quality, why, and "
-        "what to do. Exits with 0 when nothing stands out, 1 with findings, 2 when it cannot look.",
+        "what to do. With flags after `--` look at these, at the model and at the machine instead, and start nothing. Exits "
+        "with 0 when nothing stands out, 1 with findings, 2 when it cannot look.",
     )
     doctor.add_argument(
         "--url",
@@ -182,6 +183,8 @@ def _add_doctor(commands: Any) -> None:
     doctor.add_argument("--model", metavar="DIR", help="tokenizer for --prompts (default: the model of the server)")
     doctor.add_argument("--seconds", type=float, default=5.0, help="how long to look (default: %(default)s)")
     doctor.add_argument("--json", action="store_true", help="print JSON instead of text")
+    doctor.add_argument("--memory", metavar="SIZE", help="of one device, for flags (default: that of this machine)")
+    doctor.add_argument("flags", nargs="*", metavar="FLAG", help="after `--`: flags of a server that is not started yet")
     doctor.set_defaults(run=_doctor)
 
 

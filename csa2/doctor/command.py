@@ -6,13 +6,13 @@ from typing import Any
 import msgspec
 
 from csa2.doctor import cache_rules, load_rules, setup_rules
-from csa2.doctor.collect import Observation, observe
+from csa2.doctor.collect import observe
 from csa2.doctor.divergence import describe, divergence_finding, find_divergence
 from csa2.doctor.finding import Finding
 from csa2.doctor.prompt_file import as_units, read_prompts
 from csa2.doctor.readings import Case
 from csa2.errors import OptionError
-from csa2.units import format_bytes
+from csa2.units import format_bytes, parse_bytes
 
 RULES = (*setup_rules.RULES, *cache_rules.RULES, *load_rules.RULES)
 MAX_SECONDS = 3600.0
@@ -31,6 +31,10 @@ def answer(arguments: argparse.Namespace) -> tuple[str, int]:
     """
     if not 0 <= arguments.seconds <= MAX_SECONDS:
         raise OptionError(f"--seconds {arguments.seconds:g} is out of range: give 0 to {MAX_SECONDS:g}")
+    if arguments.flags:
+        return _before_a_start(arguments)
+    if arguments.memory is not None:
+        raise OptionError("--memory belongs to flags that are looked at: give them after `--`, or leave --memory out")
     # First, so that a wrong file fails before the server is watched.
     prompts = read_prompts(arguments.prompts) if arguments.prompts else None
     seen = observe(arguments.url, arguments.seconds)
@@ -46,8 +50,25 @@ def answer(arguments: argparse.Namespace) -> tuple[str, int]:
         if units.reason:
             seen.unseen.append(f"tokens of the prompts; characters are compared: {units.reason}")
     if arguments.json:
-        return _as_json(arguments.url, facts, findings, seen), 1 if findings else 0
-    return _as_text(arguments.url, facts, findings, seen), 1 if findings else 0
+        heads = {"url": arguments.url, "seconds": seen.case.seconds}
+        return _as_json(heads, facts, findings, seen.unseen), 1 if findings else 0
+    head = f"Looked at {arguments.url} for {seen.case.seconds:g} s:"
+    return _as_text(head, facts, findings, seen.unseen), 1 if findings else 0
+
+
+def _before_a_start(arguments: argparse.Namespace) -> tuple[str, int]:
+    """Report about flags alone."""
+    # Here, because it needs torch, which takes seconds.
+    from csa2.doctor.before_start import look
+
+    if arguments.prompts is not None:
+        raise OptionError("--prompts belongs to a server that runs: leave it out, or the flags after `--`")
+    memory = None if arguments.memory is None else parse_bytes(arguments.memory, "--memory")
+    facts, findings, unseen = look(arguments.flags, memory)
+    code = 1 if findings else 0
+    if arguments.json:
+        return _as_json({"flags": list(arguments.flags)}, facts, findings, unseen), code
+    return _as_text("Looked at the flags; nothing was started:", facts, findings, unseen), code
 
 
 def _facts(case: Case) -> list[str]:
@@ -69,10 +90,10 @@ def _facts(case: Case) -> list[str]:
     return facts
 
 
-def _as_text(url: str, facts: list[str], findings: list[Finding], seen: Observation) -> str:
-    lines = [f"Looked at {url} for {seen.case.seconds:g} s:", *(f"  {fact}" for fact in facts)]
-    if seen.unseen:
-        lines += ["Could not look at:", *(f"  {reason}" for reason in seen.unseen)]
+def _as_text(head: str, facts: list[str], findings: list[Finding], unseen: list[str]) -> str:
+    lines = [head, *(f"  {fact}" for fact in facts)]
+    if unseen:
+        lines += ["Could not look at:", *(f"  {reason}" for reason in unseen)]
     lines.append("")
     if not findings:
         lines.append("Nothing stands out.")
@@ -80,12 +101,11 @@ def _as_text(url: str, facts: list[str], findings: list[Finding], seen: Observat
     return "\n".join(lines)
 
 
-def _as_json(url: str, facts: list[str], findings: list[Finding], seen: Observation) -> str:
+def _as_json(heads: dict[str, Any], facts: list[str], findings: list[Finding], unseen: list[str]) -> str:
     record: dict[str, Any] = {
-        "url": url,
-        "seconds": seen.case.seconds,
+        **heads,
         "facts": facts,
         "findings": [finding.as_record() for finding in findings],
-        "not_seen": seen.unseen,
+        "not_seen": unseen,
     }
     return msgspec.json.format(msgspec.json.encode(record), indent=2).decode()

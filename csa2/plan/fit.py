@@ -157,14 +157,14 @@ def _compressed(model: ModelMemory, workload: Workload, kv_bytes: int) -> list[F
                 flags=f"--kv-compress csa2 --csa2-ratio {ratio}",
                 bytes_per_token=ladder.page_bytes[-1] / PAGE_SIZE,
                 tokens=arena.max_pages * PAGE_SIZE if arena else 0,
-                requests=_requests(arena, ladder, options, workload.context) if arena else 0,
+                requests=requests_that_fit(arena, ladder, options, workload.context) if arena else 0,
                 planned=model.unserved is not None,
             )
         )
     return fits
 
 
-def _requests(arena: ArenaPlan, ladder: FormatLadder, options: CacheOptions, context: int) -> int:
+def requests_that_fit(arena: ArenaPlan, ladder: FormatLadder, options: CacheOptions, context: int) -> int:
     """Requests of `context` tokens whose pages fit together, each in the format of its place."""
     pages = math.ceil(context / PAGE_SIZE)
     counts = [0] * len(ladder.layouts)

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from csa2.errors import Csa2Error
+from sglang_csa2 import check_options
 
 if TYPE_CHECKING:
     from csa2.check.record import Record
     from csa2.check.results import Measured
     from sglang_csa2.check_inputs import Inputs
-    from sglang_csa2.check_measure import Tick
+    from sglang_csa2.check_measure import EngineSettings, Tick
 
 # What it takes is imported when it runs: the `csa2` command loads this file for its parser.
 
@@ -30,67 +31,12 @@ def add_parser(commands: Any) -> None:
         "check",
         help="measure what compressed formats cost in quality",
         description="Score texts with the uncompressed cache and with each format, through real engines, one after the "
-        "other. Exit code 0: measured; 1: a format agrees less than --min-agreement; 2: not measured.",
+        "other. Or, with --tasks, put questions with known answers to them. Exit code 0: measured; 1: a format agrees less "
+        "than --min-agreement; 2: not measured.",
     )
-    _add_options(parser)
+    check_options.add_options(parser)
+    check_options.add_task_options(parser)
     parser.set_defaults(run=run)
-
-
-def _add_options(parser: argparse.ArgumentParser) -> None:
-    from csa2.check.prompts import Protocol
-    from csa2.options import ROPE_VARIANTS, CacheOptions
-
-    default = Protocol()
-    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="folder of the model")
-    parser.add_argument("--text", type=Path, required=True, nargs="+", metavar="FILE", help="one document each, UTF-8")
-    parser.add_argument("--formats", default="fp4", metavar="A,B", help="comma-separated (default: %(default)s)")
-    parser.add_argument(
-        "--variant",
-        choices=ROPE_VARIANTS,
-        default=CacheOptions().rope,
-        help="'separated': measure every format twice, as pages hold keys by default and with --csa2-rope separated, both "
-        "with the torch reference (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--context", type=int, default=default.context, metavar="N", help="tokens before (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--score-tokens", type=int, default=default.score_tokens, metavar="N", help="tokens scored (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--copies",
-        type=int,
-        default=default.copies,
-        metavar="N",
-        help="passages repeated per document (default: %(default)s)",
-    )
-    parser.add_argument("--seed", type=int, default=default.seed, help="chooses the passages (default: %(default)s)")
-    parser.add_argument(
-        "--min-agreement", type=float, default=90.0, metavar="PCT", help="least top-1 agreement (default: %(default)s)"
-    )
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write everything to this file")
-    parser.add_argument(
-        "--full",
-        type=Path,
-        metavar="FILE",
-        help="keep the scores of the full cache in this file, and take them from it if it is there",
-    )
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw loss by position and by layer")
-    parser.add_argument(
-        "--layers",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="also load the model once more and measure each layer on the first document (default: yes)",
-    )
-    parser.add_argument(
-        "--dtype",
-        default="float32",
-        help="as in SGLang (default: %(default)s, since rounding alone changes some of the most likely tokens in bfloat16; "
-        "'auto' is what the model serves in)",
-    )
-    parser.add_argument("--device", help="as in SGLang")
-    parser.add_argument("--csa2-calibration", type=Path, metavar="DIR", help="as in SGLang; used by all formats but fp8")
-    parser.add_argument("--csa2-impl", default="auto", metavar="IMPL", help="as in SGLang")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -103,6 +49,24 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    check_options.check_kind(arguments)
+    return _run_texts(arguments) if arguments.tasks is None else _run_tasks(arguments)
+
+
+def _run_tasks(arguments: argparse.Namespace) -> int:
+    from sglang_csa2 import check_tasks
+
+    arguments.context = arguments.context or check_options.TASK_CONTEXT
+    _check_places(arguments)
+    check_tasks.check_folder(arguments.kvpress)
+    inputs = check_tasks.prepare(arguments)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    record = check_tasks.run(inputs, arguments, _settings(arguments))
+    print(check_tasks.report(record, arguments.kvpress))
+    return AGREES
+
+
+def _run_texts(arguments: argparse.Namespace) -> int:
     from csa2.check.plot import draw
     from csa2.check.record import write_json
     from csa2.check.report import render_advice, render_disagreements, render_table
@@ -127,32 +91,56 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _prepare(arguments: argparse.Namespace) -> "Inputs":
     """Everything that can be refused before an engine starts."""
+    from csa2.check.errors import CheckError
     from csa2.check.formats import parse_formats, with_variant
     from csa2.check.prompts import Protocol
     from sglang_csa2 import check_inputs
+    from sglang_csa2.check_tasks import parse_contexts
 
-    protocol = Protocol(arguments.context, arguments.score_tokens, arguments.copies, arguments.seed)
+    contexts = parse_contexts(arguments.context or str(Protocol().context))
+    if len(contexts) > 1:
+        raise CheckError(f"--context {arguments.context}: give one number of tokens, several go with --tasks")
+    protocol = Protocol(contexts[0], arguments.score_tokens, arguments.copies, arguments.seed)
     protocol.validate()
     formats = with_variant(parse_formats(arguments.formats), arguments.variant)
-    check_inputs.check_impl(arguments.variant, arguments.csa2_impl)
     check_inputs.check_agreement(arguments.min_agreement)
-    check_inputs.check_target("--json", arguments.json)
     check_inputs.check_target("--plot", arguments.plot)
     check_inputs.check_target("--full", arguments.full)
+    _check_places(arguments)
+    tokenizer = check_inputs.load_tokenizer(arguments.model)
+    documents = check_inputs.read_documents(arguments.text, tokenizer, protocol)
+    facts = check_inputs.read_model(arguments.model, arguments.dtype, arguments.variant)
+    check_inputs.check_window(facts, protocol)
+    return check_inputs.Inputs(protocol, formats, tokenizer, documents, facts)
+
+
+def _check_places(arguments: argparse.Namespace) -> None:
+    """Check what both kinds of check share, and keep Hugging Face libraries from asking the network."""
+    from csa2.options import CacheOptions
+    from sglang_csa2 import check_inputs
+
+    if arguments.csa2_warm_tokens is not None:
+        CacheOptions(warm_tokens=arguments.csa2_warm_tokens).validate()
+    check_inputs.check_impl(arguments.variant, arguments.csa2_impl)
+    check_inputs.check_target("--json", arguments.json)
     check_inputs.check_folder(arguments.model)
     check_inputs.check_calibration(arguments.csa2_calibration, arguments.model)
     check_inputs.stay_offline()
-    tokenizer = check_inputs.load_tokenizer(arguments.model)
-    documents = check_inputs.read_documents(arguments.text, tokenizer, protocol)
-    facts = check_inputs.read_model(arguments.model, arguments.dtype, protocol, arguments.variant)
-    return check_inputs.Inputs(protocol, formats, tokenizer, documents, facts)
+
+
+def _settings(arguments: argparse.Namespace) -> "EngineSettings":
+    from csa2.check.formats import DEFAULT_VARIANT
+    from sglang_csa2.check_measure import EngineSettings
+
+    # Variants are compared by the implementation that serves both.
+    impl = arguments.csa2_impl if arguments.variant == DEFAULT_VARIANT else "reference"
+    return EngineSettings(arguments.dtype, impl, arguments.device, arguments.csa2_calibration, arguments.csa2_warm_tokens)
 
 
 def _measure(inputs: "Inputs", arguments: argparse.Namespace) -> "Record":
     """Measure every format against the full cache; what is known so far is written after each."""
     from tqdm import tqdm  # type: ignore[import-untyped]
 
-    from csa2.check.formats import DEFAULT_VARIANT
     from csa2.check.record import start_record, write_json
     from sglang_csa2 import check_measure
     from sglang_csa2.check_measure import FULL
@@ -160,9 +148,7 @@ def _measure(inputs: "Inputs", arguments: argparse.Namespace) -> "Record":
     names = (FULL, *inputs.formats)
     record = start_record(inputs.protocol, str(arguments.model), arguments.dtype, inputs.entries)
     tokens = [document.tokens for document in inputs.documents]
-    # Variants are compared by the implementation that serves both.
-    impl = arguments.csa2_impl if arguments.variant == DEFAULT_VARIANT else "reference"
-    settings = check_measure.EngineSettings(arguments.dtype, impl, arguments.device, arguments.csa2_calibration)
+    settings = _settings(arguments)
     full = None
     total = len(names) * check_measure.units(inputs.documents, inputs.protocol)
     with tqdm(total=total, unit="step", file=sys.stderr) as bar:

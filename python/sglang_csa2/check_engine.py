@@ -87,6 +87,13 @@ class Engine:
         sampling = {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True}
         return self._post("/generate", {"input_ids": list(tokens), "sampling_params": sampling, **more})["meta_info"]
 
+    def answer(self, tokens: Sequence[int], new_tokens: int) -> tuple[str, int]:
+        """What follows a prompt of token ids, at most `new_tokens` of the most likely ones, and the prompt tokens that were
+        found in the cache."""
+        sampling = {"max_new_tokens": new_tokens, "temperature": 0}
+        answer = self._post("/generate", {"input_ids": list(tokens), "sampling_params": sampling})
+        return str(answer["text"]), int(answer["meta_info"]["cached_tokens"])
+
     def stats(self) -> Any:
         """Statistics of the compressed cache, read between two batches."""
         return self._request("/csa2/stats", None)

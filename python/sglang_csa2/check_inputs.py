@@ -106,11 +106,11 @@ def check_calibration(folder: Path | None, model: Path) -> None:
         check_model(load(folder), model, source=str(folder))
 
 
-def read_model(model: Path, dtype: str, protocol: Protocol, variant: RopeVariant = "rotated") -> ModelFacts:
+def read_model(model: Path, dtype: str, variant: RopeVariant = "rotated") -> ModelFacts:
     """Facts of the model, once it is known that it can be measured.
 
     Raises:
-        CheckError: its configuration cannot be read, or its window is shorter than the longest request.
+        CheckError: its configuration cannot be read.
         UnsupportedModelError: its cache cannot be compressed.
         OptionError: its keys cannot be separated from their positions, as `variant` asks.
     """
@@ -127,14 +127,19 @@ def read_model(model: Path, dtype: str, protocol: Protocol, variant: RopeVariant
         ) from error
     refusals.check_model(config)
     check_rope(CacheOptions(rope=variant), config)
-    window = int(config.context_len)
-    if protocol.longest_prompt > window:
+    heads = int(config.get_num_kv_heads(1))
+    return ModelFacts(
+        int(config.context_len), 2 * int(config.num_hidden_layers) * heads * int(config.head_dim) * config.dtype.itemsize
+    )
+
+
+def check_window(facts: ModelFacts, protocol: Protocol) -> None:
+    """Raises CheckError: the longest request is longer than the model takes."""
+    if protocol.longest_prompt > facts.window_tokens:
         raise CheckError(
             f"--context {protocol.context} with --score-tokens {protocol.score_tokens} needs {protocol.longest_prompt} "
-            f"tokens, but the model takes {window}: lower --context or --score-tokens"
+            f"tokens, but the model takes {facts.window_tokens}: lower --context or --score-tokens"
         )
-    heads = int(config.get_num_kv_heads(1))
-    return ModelFacts(window, 2 * int(config.num_hidden_layers) * heads * int(config.head_dim) * config.dtype.itemsize)
 
 
 def load_tokenizer(model: Path) -> Any:

@@ -27,12 +27,13 @@ Tick = Callable[[], object]
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What the user chooses of the engines: SGLang's options of the same names, `impl` and `calibration` those of csa2."""
+    """What the user chooses of the engines: SGLang's options of the same names, and of csa2 without the prefix."""
 
     dtype: str
     impl: str = "auto"
     device: str | None = None
     calibration: Path | None = None
+    warm_tokens: int | None = None
 
 
 def engine_arguments(
@@ -58,7 +59,9 @@ def engine_arguments(
     if name == FULL:
         return {**arguments, "max_total_tokens": pages * PAGE_SIZE}
     size = pages * PAGE_SIZE * facts.token_bytes
-    cache = {"kv_compress": SCHEME, "csa2_impl": settings.impl, "csa2_arena_size": size}
+    cache: dict[str, Any] = {"kv_compress": SCHEME, "csa2_impl": settings.impl, "csa2_arena_size": size}
+    if settings.warm_tokens is not None:
+        cache["csa2_warm_tokens"] = settings.warm_tokens
     calibration = None if settings.calibration is None else str(settings.calibration)
     return {**arguments, **cache, **engine_options(name, calibration)}
 

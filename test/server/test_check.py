@@ -1,4 +1,4 @@
-"""`csa2 check` from end to end: two engines, one document, both verdicts."""
+"""`csa2 check` from end to end: two engines, one document, or a few questions."""
 
 import json
 import os
@@ -54,3 +54,22 @@ def test_too_little_agreement_is_exit_code_1(demo_model: Path, tmp_path: Path) -
     assert 1 < record["perplexity_full"] < 60
     assert 50 < row["top1_agreement_pct"] < 100
     assert len(record["loss_by_layer"]["csa2-8x"]) == 30
+
+
+def test_questions_are_answered_from_compressed_pages(demo_model: Path, tmp_path: Path) -> None:
+    out, results = tmp_path / "out.json", tmp_path / "results"
+    command = [sys.executable, "-m", "sglang_csa2.check", "--model", str(demo_model), "--device", "cpu", "--dtype", "auto"]
+    command += ["--tasks", "needle,multi-value", "--context", "512", "--samples", "2", "--formats", "fp4"]
+    command += ["--csa2-warm-tokens", "128", "--json", str(out), "--kvpress", str(results)]
+    environment = {**child_environment(), "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert ended.returncode == 0, ended.stderr
+    record = json.loads(out.read_text())
+    scores = {(row["format"], row["task"]): row["score_pct"] for row in record["results"]}
+    # The demo model finds a number in 500 tokens nearly always; what it answers may differ by rounding.
+    assert scores["full", "needle"] >= 50
+    assert scores["fp4", "needle"] >= 50
+    # 7 pages: the first plain, the last two in the hot window.
+    assert record["bytes_fraction_total"]["fp4"]["512"] < 0.75
+    assert sorted(path.name.split("__")[3] for path in results.iterdir()) == ["fp4", "no_press"]
+    assert "512 tokens" in ended.stdout

@@ -11,7 +11,7 @@ from csa2.check.errors import EngineError
 from csa2.check.metrics import TokenScores
 from csa2.check.prompts import Protocol
 from csa2.check.results import Measured
-from sglang_csa2 import check, check_engine, check_measure
+from sglang_csa2 import check, check_engine, check_measure, check_tasks
 from sglang_csa2.check_engine import Engine
 from sglang_csa2.check_inputs import ModelFacts
 
@@ -233,3 +233,72 @@ def test_a_foreign_server_is_not_taken_for_the_engine(monkeypatch: pytest.Monkey
     engine._command = [sys.executable, "-c", SERVER.replace("sys.argv[-3]", "'another model'")]
     with pytest.raises(EngineError, match="did not start within 2 s"), engine:
         pass
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--samples", "3"), "--text is missing"),
+        (("--tasks", "needle", "--text", "some.txt"), "--text does nothing with --tasks"),
+        (("--tasks", "needle", "--copies", "2"), "--copies does nothing with --tasks"),
+        (("--tasks", "needle", "--no-layers"), "--no-layers does nothing with --tasks"),
+        (("--tasks", "needle", "--context", "1k"), "--context '1k' is no number of tokens"),
+        (("--tasks", "needle", "--context", "16384"), "--context 16384 is beyond the 8192 tokens"),
+        (("--tasks", "needle", "--csa2-warm-tokens", "64"), "--csa2-warm-tokens 64 is smaller than --csa2-hot-tokens 128"),
+    ],
+)
+def test_options_of_tasks(
+    capsys: pytest.CaptureFixture[str], demo_model: Path, arguments: tuple[str, ...], said: str
+) -> None:
+    assert said in failure(capsys, "--model", demo_model, *arguments)
+
+
+def test_options_that_only_tasks_have(capsys: pytest.CaptureFixture[str], demo_model: Path, text: Path) -> None:
+    given = ("--model", demo_model, "--text", text, *SMALL)
+    assert "--samples does nothing without --tasks" in failure(capsys, *given, "--samples", 3)
+    assert "give one number of tokens" in failure(capsys, *given, "--context", "512,1024")
+
+
+class FakeEngine:
+    """Answers with what it is asked for in the first sample, and with nothing afterwards."""
+
+    def __init__(self, name: str, arguments: dict[str, object]) -> None:
+        self.name, self.cached, self.answers = name, 0, 0
+
+    def __enter__(self) -> "FakeEngine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def flush(self) -> None:
+        self.cached = 0
+
+    def generate(self, tokens: tuple[int, ...]) -> None:
+        assert len(tokens) % 64 == 0
+        self.cached = len(tokens)
+
+    def answer(self, tokens: tuple[int, ...], new_tokens: int) -> tuple[str, int]:
+        self.answers += 1
+        return ("10000" if self.name == "fp4" else "nothing"), self.cached
+
+    def stats(self) -> dict[str, object]:
+        return {"pages": {"bf16": 1, "fp4": 3}, "page_bytes": {"bf16": 8, "fp4": 2}}
+
+
+def test_tasks_from_question_to_table(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], demo_model: Path, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(check_tasks, "Engine", FakeEngine)
+    out, results = tmp_path / "out.json", tmp_path / "results"
+    given = ["--model", str(demo_model), "--tasks", "needle,variables", "--context", "320,384", "--samples", "2"]
+    given += ["--csa2-warm-tokens", "128", "--json", str(out), "--kvpress", str(results)]
+    assert check.main(given) == check.AGREES
+    said = capsys.readouterr().out
+    assert "320 tokens" in said
+    assert "384 tokens" in said
+    record = json.loads(out.read_text())
+    assert record["engines"]["fp4"]["csa2_warm_tokens"] == 128
+    assert record["bytes_fraction_total"] == {"full": {"320": 1, "384": 1}, "fp4": {"320": 14 / 32, "384": 14 / 32}}
+    assert len(record["answers"]["fp4"]) == 8
+    assert len(list(results.iterdir())) == 4
