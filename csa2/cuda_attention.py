@@ -11,11 +11,13 @@ from torch import Tensor
 
 from csa2.attention import Write
 from csa2.codec.triton_sealing import TritonSealer
+from csa2.errors import OptionError
 from csa2.store import PageStore
+from csa2.units import format_bytes
 from sgl_kernels.page_layout import PageLayout
 from sgl_kernels.triton.attention import TritonAttention
 from sgl_kernels.triton.launch import EXTEND_COLUMNS, decode_columns
-from sgl_kernels.triton.plan import BatchPlan, check_mapped, plan_batch, query_blocks, split_count
+from sgl_kernels.triton.plan import MAX_ARENA_BYTES, BatchPlan, check_mapped, plan_batch, query_blocks, split_count
 
 INTERPRETER_MULTIPROCESSORS = 1
 """What the interpreter counts as: it runs one program after the other, so splitting gains nothing."""
@@ -43,7 +45,13 @@ class CudaAttention:
 
         Raises:
             KernelLayoutError: see `format_pieces`.
+            OptionError: the arena is larger than places of pages can say.
         """
+        if store.arena.buffer.numel() > MAX_ARENA_BYTES:
+            raise OptionError(
+                f"--csa2-impl cuda reads arenas of less than {format_bytes(MAX_ARENA_BYTES)}, and this one has "
+                f"{format_bytes(store.arena.buffer.numel())}: give a smaller --csa2-arena-size, 120GiB for example"
+            )
         self.store = store
         geometry = store.ladder.geometry
         self._device = store.arena.buffer.device

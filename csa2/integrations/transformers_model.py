@@ -96,9 +96,9 @@ def _shares(model: PreTrainedModel, rotation: Rotation) -> Tensor:
 
 
 def _bias_ratio(projection: nn.Linear, norm_weight: Tensor, head_dim: int, shares: Tensor) -> Tensor:
-    weight, bias = projection.weight.detach().float(), projection.bias.detach().float()
+    weight, bias, norm = (value.detach().float().cpu() for value in (projection.weight, projection.bias, norm_weight))
     keys = weight.view(-1, head_dim, weight.shape[-1])
-    return surviving_bias_ratio(bias.view(-1, head_dim), keys, norm_weight.detach().float(), shares, neox=True)
+    return surviving_bias_ratio(bias.view(-1, head_dim), keys, norm, shares, neox=True)
 
 
 def _name(dtype: torch.dtype) -> str:

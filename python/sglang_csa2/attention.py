@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from sglang_csa2.cuda_graphs import DecodeGraphs, GraphInputs
 
 
+WARM_UP = ""
+"""Id of the requests in a batch that has none."""
+
+
 class ExtendSample(NamedTuple):
     """New tokens of one request, whose queries enter its sample."""
 
@@ -83,7 +87,9 @@ class Csa2AttentionBackend(AttentionBackend):
         self.store.clock += 1
         self.pool.begin_forward(forward_batch.out_cache_loc, forward_batch.positions)
         lengths = forward_batch.seq_lens_cpu.long()
-        pages, readers = self._note_reads(forward_batch.req_pool_indices, lengths, forward_batch.rids)
+        # UPSTREAM(sglang 0.5.23: batches that only warm kernels up, on CUDA, have no requests and lie in the padding page)
+        request_ids = forward_batch.rids or [WARM_UP] * forward_batch.batch_size
+        pages, readers = self._note_reads(forward_batch.req_pool_indices, lengths, request_ids)
         decoding = forward_batch.forward_mode.is_decode()
         new = torch.ones_like(lengths) if decoding else torch.tensor(forward_batch.extend_seq_lens_cpu)
         single, several = _samples(new, readers, lengths)

@@ -43,7 +43,10 @@ class DecodeGraphs:
         self._queries = torch.zeros(layers, max_batch, heads, dim, dtype=geometry.dtype, device=buffer.device)
 
     def capture(self, batch: int) -> GraphInputs:
-        """Inputs for a graph of `batch` requests, which read and write nothing yet."""
+        """Inputs for a graph of `batch` requests, which read and write nothing yet. All graphs of one size share them."""
+        if batch in self._inputs:
+            nobody = torch.zeros(0, dtype=torch.int64)
+            return self.renew(batch, nobody[:, None], nobody, nobody.to(self._queries.device))
         rows = torch.full((batch,), NOT_STORED, device=self._queries.device)
         plan = self._attention.capture_plan(batch, self._max_pages)
         self._inputs[batch] = GraphInputs(plan, rows, self._queries[:, :batch])

@@ -9,11 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from csa2.capacity import ArenaPlan, plan_arena
 from csa2.codec.assembly import codec_and_ladder
 from csa2.codec.codec import PageCodec
 from csa2.errors import IntegrityError, OptionError
-from csa2.formats import FormatLadder
+from csa2.formats import MODEL_DTYPES, FormatLadder
 from csa2.units import format_bytes
 from sgl_kernels.page_layout import PageGeometry
 
@@ -58,6 +60,7 @@ def around_config_from_budget(
     from sglang_csa2.ranks import agreed_sizes, all_identity_layers
     from sglang_csa2.rope import separable_rope
 
+    check_cache_dtype(self.kv_cache_dtype)
     options = options_here()
     layers = self.layer_info
     page_size = get_schedule().page_size
@@ -78,6 +81,20 @@ def around_config_from_budget(
     # keeps the division inside from losing one.
     price = ladder.page_bytes[0] // geometry.page_size
     return orig(self, (tokens + geometry.page_size) * price, cap_tokens=tokens)
+
+
+def check_cache_dtype(dtype: torch.dtype) -> None:
+    """Refuse a checkpoint that asks for a quantised cache, which SGLang follows unless an option says otherwise.
+
+    Raises:
+        OptionError: with the option that decides.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if name not in MODEL_DTYPES:
+        raise OptionError(
+            f"--kv-compress csa2 compresses the entries that the model writes, but this checkpoint asks for a KV cache of "
+            f"{name}: give --kv-cache-dtype bfloat16"
+        )
 
 
 def around_get_kv_pool_cls(orig: Callable[..., Any], self: Any, *, kind: str) -> Any:

@@ -4,6 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+from sgl_kernels.errors import KernelLayoutError
+
 STAGES = 3
 """Tiles of which bytes are in flight."""
 MIN_COLUMNS = 8
@@ -24,8 +26,15 @@ def is_wide(columns: int) -> bool:
 
 
 def decode_columns(group: int) -> int:
-    """Columns of a block with one token of `group` query heads to a KV head."""
-    return max(MIN_COLUMNS, int(triton.next_power_of_2(group)))
+    """Columns of a block with one token of `group` query heads to a KV head.
+
+    Raises:
+        KernelLayoutError: more heads than the largest block has columns.
+    """
+    if group > EXTEND_COLUMNS:
+        raise KernelLayoutError(f"{group} query heads to a KV head: the Triton kernels take up to {EXTEND_COLUMNS}")
+    columns = max(MIN_COLUMNS, int(triton.next_power_of_2(group)))
+    return columns if columns in WARPS else EXTEND_COLUMNS
 
 
 def launch_options(columns: int, device: torch.device) -> dict[str, int]:

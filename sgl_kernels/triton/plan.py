@@ -12,6 +12,9 @@ from torch import Tensor
 
 from sgl_kernels.page_layout import ALIGNMENT
 
+MAX_ARENA_BYTES = 2**31 * ALIGNMENT
+"""Places of pages are int32."""
+
 
 @dataclass(frozen=True)
 class QueryBlocks:

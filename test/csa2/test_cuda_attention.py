@@ -1,6 +1,7 @@
 """Triton kernels behind a page store, in the interpreter: against the torch reference, and on a device of their own."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from csa2.capacity import plan_arena
 from csa2.codec.assembly import codec_and_ladder
 from csa2.codec.channels import make_rotation
 from csa2.cuda_attention import CudaAttention
+from csa2.errors import OptionError
 from csa2.formats import PLAIN
 from csa2.options import CacheOptions
 from csa2.sequences import Sequences
@@ -121,6 +123,14 @@ def test_a_plan_in_a_graph_refuses_pages_that_are_gone(on_the_host: tuple[list[T
     free = int(torch.nonzero(store.arena.formats < 0)[0])
     with pytest.raises(ValueError, match=f"page {free} is read but not mapped"):
         attention.refill(attention.capture_plan(1, 1), torch.tensor([[free]]), torch.tensor([1]))
+
+
+def test_an_arena_beyond_what_places_can_say_is_refused(on_the_host: tuple[list[Tensor], PageStore]) -> None:
+    """Places are int32 in units of 64 bytes; beyond, they would wrap and other pages be read."""
+    buffer = torch.empty(1, dtype=torch.uint8, device="meta").expand(2**37 + 1)
+    store = SimpleNamespace(arena=SimpleNamespace(buffer=buffer), ladder=LADDER)
+    with pytest.raises(OptionError, match=r"less than 128 GiB, and this one has 128 GiB: give a smaller --csa2-arena-size"):
+        CudaAttention(store, HEADS)
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,19 @@
 """The compressed cache of transformers, on tiny models with random weights and on the demo model."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from interpreted import interpreted
+from other_device import PretendedDevice, on_device
 from tiny_llama import DIM, GROUPS, LAYERS, WORDS, write_tiny_llama
 
 from csa2.errors import ArenaFullError, CalibrationError, IntegrityError, OptionError, UnsupportedModelError
 from csa2.impl import resolve_impl
 from csa2.integrations.transformers import CompressedCache
+from csa2.integrations.transformers_model import _bias_ratio
 
 PAGE = 64
 SMALL = {"hot_tokens": 64, "warm_tokens": 128}
@@ -244,6 +247,16 @@ def test_a_layer_with_a_large_key_bias_keeps_its_channels() -> None:
     with torch.no_grad():
         model.model.layers[1].self_attn.k_proj.bias[0] = 100
     assert CompressedCache(model).ladder.geometry.identity_layers == (1,)
+
+
+def test_key_biases_are_looked_at_on_the_host() -> None:
+    """Their shares are computed there, from positions, wherever the weights are."""
+    projection = torch.nn.Linear(64, 32).to(torch.bfloat16)
+    norm, shares = torch.ones(64, dtype=torch.bfloat16), torch.full((16,), 0.5)
+    expected = _bias_ratio(projection, norm, 32, shares)
+    with PretendedDevice():
+        there = SimpleNamespace(weight=on_device(projection.weight.data), bias=on_device(projection.bias.data))
+        assert torch.equal(_bias_ratio(there, on_device(norm), 32, shares), expected)
 
 
 @pytest.mark.e2e

@@ -76,6 +76,18 @@ def test_mixed_pages_of_every_shape(shape):
     check(make_scene([MIXED], shape), SHAPES.index(shape) % 2, torch.float32, splits=1)
 
 
+@pytest.mark.parametrize("only", ["csa2-4x", "fp4", PLAIN])
+def test_more_query_heads_than_small_blocks_have_columns(only):
+    """Multi-query attention: one token of 48 heads takes the block of extend."""
+    assert [decode_columns(group) for group in (1, 7, 32, 33, 128)] == [8, 8, 32, 128, 128]
+    check(make_scene([70, 129], (32, 1, 48, torch.float32), only=only), 0, torch.float32)
+
+
+def test_too_many_query_heads_are_refused():
+    with pytest.raises(KernelLayoutError, match="129 query heads to a KV head: the Triton kernels take up to 128"):
+        decode_columns(129)
+
+
 @pytest.mark.parametrize("only", ["csa2-8x", "uneven", "fp4", PLAIN])
 @pytest.mark.parametrize("size", [32, 128])
 def test_pages_of_other_sizes(size, only):

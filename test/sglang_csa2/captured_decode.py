@@ -18,6 +18,14 @@ PADDED_BATCH = 4
 """The one batch size that is captured; smaller ones are padded."""
 
 
+def _warm_up(runner: Any) -> None:
+    """What SGLang runs on CUDA before it captures, where kernels are tuned: batches without requests."""
+    with torch.no_grad():
+        runner._dummy_run(PADDED_BATCH, buffers=runner._alloc_dummy_decode_buffers(PADDED_BATCH))
+        buffers = runner._alloc_dummy_decode_buffers(2, num_tokens_per_req=70)
+        runner._dummy_run(2, None, ForwardMode.EXTEND, buffers=buffers, extend_num_tokens_per_req=70)
+
+
 class CapturedDecode:
     """Stands between the model and the attention backend of a scheduler, whose model has one layer."""
 
@@ -29,6 +37,7 @@ class CapturedDecode:
         heads, dim = self._layer.tp_q_head_num, self._layer.qk_head_dim
         self._inputs = torch.zeros(3, PADDED_BATCH, heads * dim, dtype=torch.bfloat16)
         self._slots = torch.zeros(PADDED_BATCH, dtype=torch.int64)
+        _warm_up(runner.eager_runner)
         self._capture()
         self.replays = 0
         self._backend.init_forward_metadata = self._prepare
@@ -41,6 +50,8 @@ class CapturedDecode:
         backend.init_forward_metadata_out_graph(batch, in_capture=True)
         with graph.record():
             self._out = self._eager[1](*self._inputs, self._layer, batch)
+        # As a runner does that has graphs of one size with adapters and without: the first stays as it is.
+        backend.init_forward_metadata_out_graph(batch, in_capture=True)
         self._graph = graph
 
     def _prepare(self, batch: Any) -> None:

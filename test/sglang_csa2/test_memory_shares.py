@@ -1,10 +1,11 @@
-"""Processes of one server share a CPU's memory."""
+"""What the cache is built from: the share of a process in a CPU's memory, and the dtype of its pages."""
 
 import pytest
+import torch
 from sglang.srt.utils import common
 
 from csa2.errors import OptionError
-from sglang_csa2.memory import _arena_bytes
+from sglang_csa2.memory import _arena_bytes, check_cache_dtype
 from sglang_csa2.splitting import ranks_of_a_node
 
 
@@ -24,3 +25,11 @@ def test_more_than_a_share_is_refused_with_the_numbers() -> None:
         _arena_bytes(600, 1000, 2)
     with pytest.raises(OptionError, match=r"after the weights\. Give"):
         _arena_bytes(1001, 1000, 1)
+
+
+def test_a_checkpoint_that_asks_for_a_quantised_cache_is_refused_with_the_option() -> None:
+    """SGLang follows the checkpoint where --kv-cache-dtype is "auto", and names only the result, a dtype."""
+    with pytest.raises(OptionError, match=r"asks for a KV cache of float8_e4m3fn: give --kv-cache-dtype bfloat16"):
+        check_cache_dtype(torch.float8_e4m3fn)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        check_cache_dtype(dtype)
