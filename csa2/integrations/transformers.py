@@ -169,9 +169,11 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store keys and values (B, G, T, D) of new tokens; the same, marked for `attend`."""
         sequences = self._cache.sequences(key_states.shape[0])
-        if self._layer == 0:
-            sequences.begin(key_states.shape[2])
-        sequences.write(_rows(key_states), _rows(value_states), self._layer)
+        # Triton launches on the current device, wherever the tensors are.
+        with torch.cuda.device_of(key_states):  # type: ignore[no-untyped-call]
+            if self._layer == 0:
+                sequences.begin(key_states.shape[2])
+            sequences.write(_rows(key_states), _rows(value_states), self._layer)
         # A view, so that the mark does not stay on a tensor of the model.
         marked = key_states.view_as(key_states)
         setattr(marked, _LAYER, self)
@@ -181,9 +183,10 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
         """(B, T, H, D) from `query` (B, H, T, D) and what `update` returned."""
         batch, _, new, _ = query.shape
         sequences = self._cache.sequences(batch)
-        out = sequences.attend(_rows(query), _rows(keys), _rows(values), self._layer, scale)
-        if self._layer == len(self._cache.layers) - 1:
-            sequences.end()
+        with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
+            out = sequences.attend(_rows(query), _rows(keys), _rows(values), self._layer, scale)
+            if self._layer == len(self._cache.layers) - 1:
+                sequences.end()
         return out.view(batch, new, *out.shape[1:])
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

@@ -78,7 +78,7 @@ class Csa2KVPool(MHATokenToKVPool):
         layer_id_override: int | None = None,
         dcp_kv_mask: Tensor | None = None,
     ) -> None:
-        """Store keys and values (T, G, D) of one layer at the slots announced by `begin_forward`."""
+        """Store keys and values (T, G, D) of one layer at the slots announced by `begin_forward` or `write_to`."""
         loc = unwrap_write_loc(loc_info)[0]
         if self._written is None or self._rows is None or loc.data_ptr() != self._written.data_ptr():
             raise IntegrityError("csa2: keys are written to slots that this forward pass did not announce")

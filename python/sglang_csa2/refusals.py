@@ -167,11 +167,11 @@ OPTIONS: tuple[Refusal, ...] = (
     Refusal(
         what="--lora-backend",
         found=_lora_backend,
-        reason="with adapters on a CPU, its kernels need a GPU",
+        reason="with adapters the others need a GPU, and are untried there beside compressed pages",
         hint=f"Use --lora-backend {LORA_BACKEND}",
         served=(LORA_BACKEND,),
     ),
-    _off("enable_lora_overlap_loading", "adapters are copied by a stream of a GPU"),
+    _off("enable_lora_overlap_loading", "adapters are copied by a stream of a GPU, untried beside compressed pages"),
     _off("enable_memory_saver", "the arena is not released and restored with SGLang's own memory"),
     _off("enable_torch_compile", NO_COMPILE),
     Refusal(
