@@ -12,7 +12,11 @@ def joined(total, best, mass, value, lse):
     return total * keep + value * weight, top, mass * keep + weight, keep
 
 
-@triton.jit
+OF_A_BATCH = ("num_blocks", "splits", "num_tokens")
+"""Arguments that differ from batch to batch: the kernel is not compiled anew for their values while a server serves."""
+
+
+@triton.jit(do_not_specialize=OF_A_BATCH)
 def merge_partials(
     spans, out, lse, others, others_lse, plain, coded, total,
     num_formats, num_blocks, splits, num_others, num_tokens, num_heads, plain_formats, other_unit,

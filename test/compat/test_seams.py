@@ -333,7 +333,8 @@ SUBCLASSES = {
     ),
     Csa2AttentionBackend: (
         AttentionBackend,
-        ("forward_decode", "forward_extend", "init_forward_metadata", "support_triton"),
+        ("forward_decode", "forward_extend", "get_cuda_graph_seq_len_fill_value", "init_cuda_graph_state",
+         "init_forward_metadata", "init_forward_metadata_out_graph", "support_triton"),
     ),
     Csa2CpuPlatform: (
         SRTPlatform,
@@ -454,6 +455,21 @@ def test_options_we_force_and_refuse_are_fields():
 def test_records_keep_bookkeeping_and_fields_of_a_subclass():
     fields = msgspec.structs.fields(find(f"{SRT}server_args.ServerArgs", "args"))
     assert fields[0].name == "model_path", "the positional order of ServerArgs changed"
+
+
+def test_a_replay_shows_the_backend_a_padded_batch_and_its_own_slots():
+    """`sglang_csa2.attention` counts the requests by the padding, and takes the slots as they are without it."""
+    path = f"{SRT}model_executor.runner.decode_cuda_graph_runner.build_replay_fb_view"
+    source = inspect.getsource(find(path, "attention"))
+    for line in (
+        "batch_size=bs,",
+        "num_padding=bs - raw_bs,",
+        'out_cache_loc=getattr(forward_batch, "out_cache_loc", None),',
+        "positions=buffers.positions[:num_tokens],",
+        "req_pool_indices=buffers.req_pool_indices[:bs],",
+        "buffers.seq_lens_cpu[:bs]",
+    ):
+        assert line in source, f"SGLang {VERSION} replays a decode graph without {line}"
 
 
 def test_eviction_policies_are_looked_up_by_name():

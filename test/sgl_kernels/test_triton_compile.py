@@ -4,6 +4,7 @@ import pytest
 
 from sgl_kernels.triton.gate import ARCHITECTURES, PRODUCTS, REGISTER_LIMIT, SHARED_LIMIT, compile_case, main_loop
 from sgl_kernels.triton.gate_cases import CASES, Case
+from sgl_kernels.triton.merge import merge_partials
 
 
 @pytest.fixture(autouse=True)
@@ -30,6 +31,12 @@ def test_what_is_compiled_fits(case: Case, architecture: int):
     if case.loop_limits:
         assert PRODUCTS[architecture] in compiled.products
         assert 0 < compiled.loop_instructions <= case.loop_limits[architecture]
+
+
+def test_the_merge_is_not_compiled_anew_for_another_batch():
+    """Triton compiles for each of "is 1", "is a multiple of 16" and the rest, of every argument that it may look at."""
+    kept = {parameter.name for parameter in merge_partials.params if parameter.do_not_specialize}
+    assert kept == {"num_blocks", "splits", "num_tokens"}
 
 
 def test_the_loop_is_found_in_machine_code():
