@@ -40,6 +40,7 @@ def check_model(model: PreTrainedModel, impl: Impl) -> None:
         'it lies on the CPU and impl="cuda" does not': (
             model.device.type == "cpu" and impl == "cuda" and resolve_impl(impl).detail != INTERPRETER
         ),
+        "it is spread over several devices": len({parameter.device for parameter in model.parameters()}) > 1,
         f"its dtype is {model.dtype}: load it as one of {', '.join(MODEL_DTYPES)}": _name(model.dtype) not in MODEL_DTYPES,
         "it has an encoder": model.config.is_encoder_decoder,
         f"some of its layers are {', '.join(sorted(kinds - {'full_attention'}))}": bool(kinds - {"full_attention"}),

@@ -58,13 +58,15 @@ class PageEvictor:
         rank = facts.priority
         heap: list[tuple[int, float, int, Any]] = []
 
-        def push(node: Any) -> None:
-            page = int(self._slots(node)[-1]) // page_size
-            # Ids of nodes follow from the order of events: equal on all ranks, unlike the order of a set.
-            heapq.heappush(heap, (int(rank[page]), float(values[page]), node.id, node))
+        def push(*nodes: Any) -> None:
+            # One look at all: each look waits for the device.
+            ends = host_pages(torch.stack([self._slots(node)[-1] for node in nodes]), page_size).tolist()
+            for node, page in zip(nodes, ends, strict=True):
+                # Ids of nodes follow from the order of events: equal on all ranks, unlike the order of a set.
+                heapq.heappush(heap, (int(rank[page]), float(values[page]), node.id, node))
 
-        for node in self._core.evictable_device_leaves:
-            push(node)
+        if self._core.evictable_device_leaves:
+            push(*self._core.evictable_device_leaves)
         missing = 1.0
         while heap and missing > ENOUGH:
             *_, node = heapq.heappop(heap)

@@ -111,10 +111,15 @@ def _lora_backend(config: Any) -> object:
     return None if not used or config.lora_backend == LORA_BACKEND else config.lora_backend
 
 
-def _rust_server(config: Any) -> object:
-    from sglang.srt.environ import envs
+def _variable(name: str, reason: str) -> Refusal:
+    """An environment variable of SGLang, a switch that must stay off."""
 
-    return True if envs.SGLANG_RUST_SERVER.get() else None
+    def found(config: Any) -> object:
+        from sglang.srt.environ import envs
+
+        return True if getattr(envs, name).get() else None
+
+    return Refusal(what=name, found=found, reason=reason, hint="Unset that environment variable")
 
 
 ROWS = "it moves KV rows by address, and compressed pages have no rows"
@@ -192,7 +197,8 @@ OPTIONS: tuple[Refusal, ...] = (
     _off("grpc_mode", "its server has no route for the cache"),
     _off("smg_grpc_mode", "its server has no route for the cache"),
     _off("use_ray", NO_PLUGIN),
-    Refusal(what="SGLANG_RUST_SERVER", found=_rust_server, reason=NO_PLUGIN, hint="Unset that environment variable"),
+    _variable("SGLANG_RUST_SERVER", NO_PLUGIN),
+    _variable("SGLANG_ENABLE_METADATA_GLUE_GRAPH", "what a decode graph reads is planned on the host before each replay"),
     _only(
         "model_impl",
         "auto",

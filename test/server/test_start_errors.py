@@ -51,7 +51,7 @@ def test_without_our_platform_the_start_says_what_to_list(demo_model: Path) -> N
 def test_an_option_that_is_not_available_is_named(demo_model: Path) -> None:
     code, output = launch(demo_model, "--csa2-impl", "cuda")
     assert code != 0
-    assert "--csa2-impl cuda is not available in this version" in output.splitlines()[-1]
+    assert "--csa2-impl cuda needs a CUDA device, and torch sees none" in output.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
