@@ -112,6 +112,8 @@ def test_a_server_without_the_cache_is_one_line(server, capsys):
 @contextmanager
 def start(server, clean_env, **options):
     command = [sys.executable, "-m", "csa2.cli", "top", "--url", server.url, "--interval", "0.1"]
+    # The background of a shell ignores SIGINT, and a child inherits that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with subprocess.Popen(command, env={**clean_env, "NO_COLOR": "1"}, **options) as process:
         try:
             yield process
