@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-import csa2.codec.codec
 from csa2.calibrate.fingerprint import ModelShape
 from csa2.calibrate.scorer_training import hidden_units, parameters
 from csa2.check.formats import cache_options
@@ -56,7 +55,7 @@ def test_it_starts_as_the_training_free_score(pages):
         assert torch.equal(codec.seal(entries, layout, queries), free.seal(entries, layout, queries))
 
 
-def test_the_codec_merges_by_the_corrected_score(pages, monkeypatch):
+def test_the_codec_merges_by_the_corrected_score(pages):
     entries, queries = pages
     scorer = random_scorer()
     seen = []
@@ -65,10 +64,11 @@ def test_the_codec_merges_by_the_corrected_score(pages, monkeypatch):
         seen.append(importance)
         return merge_heads(entries, importance, *more)
 
-    monkeypatch.setattr(csa2.codec.codec, "merge_heads", merging)
     free, layout = codec_of("csa2-8x", None)
     codec, _ = codec_of("csa2-8x", scorer)
     assert not torch.equal(codec.seal(entries, layout, queries), free.seal(entries, layout, queries))
+    for one in (codec, free):
+        one.merged(entries, layout, queries, merging)
     corrected, plain = seen
     assert torch.equal(corrected, plain * scorer.correction(entries, observed_attention(entries, queries)))
 
