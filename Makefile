@@ -28,8 +28,9 @@ setup: ## Make the environment VENV and fetch the demo model
 serve: ## Serve the demo model on PORT, in the foreground
 	@.ci/serve.sh $(ARGS)
 
+# Tests compute little at a time: threads that wait for each other would take several times as long on a busy machine.
 test: setup ## Run the tests; ARGS goes on to pytest
-	@$(BIN)/python -m pytest $(ARGS) $(call or_say,test,see the summary of pytest above)
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest $(ARGS) $(call or_say,test,see the summary of pytest above)
 
 asan: setup ## Run the kernel tests with the address and undefined behaviour sanitizers of the compiler
 	@# libstdc++ first too: Python does not bring it, and the sanitizer wants its exceptions. What it finds is not captured.

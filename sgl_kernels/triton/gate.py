@@ -6,10 +6,12 @@
 Instructions are counted in the machine code of the loop over tiles of entries.
 """
 
+import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -56,7 +58,8 @@ def compile_case(case: Case, architecture: int) -> Compiled:
     aligned = {(i,): [["tt.divisibility", 16]] for i in whole}
     source = ASTSource(fn=case.kernel, signature=case.signature, constexprs=case.constants, attrs=aligned)
     options = {"num_warps": case.warps, "maxnreg": case.registers if architecture >= 90 else REGISTER_LIMIT}
-    kernel = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+    with _own_assembler():
+        kernel = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
     usage = _tool("cuobjdump", "-res-usage", kernel.asm["cubin"])
     found = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", usage)
     if found is None:
@@ -65,6 +68,15 @@ def compile_case(case: Case, architecture: int) -> Compiled:
     spills = sum(name.startswith(("STL", "LDL")) for name in loop)
     products = tuple(name for name in PRODUCTS.values() if name in kernel.asm["ptx"])
     return Compiled(int(found[1]), int(found[2]) + int(found[3]), kernel.metadata.shared, len(loop), spills, products)
+
+
+@contextmanager
+def _own_assembler() -> Iterator[None]:
+    """Inside, Triton uses the assembler that it brings. SGLang, once imported, names that of the machine for sm_100."""
+    with triton.knobs.nvidia.scope():  # which restores the environment too
+        for variable in ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH"):
+            os.environ.pop(variable, None)
+        yield
 
 
 def main_loop(assembly: str) -> list[str]:

@@ -110,7 +110,7 @@ def test_the_guard_gives_way_to_clients_and_not_to_requests_of_our_own() -> None
     made: list[Any] = []
     scheduler.handle_generate_request = lambda _: made.append(queue())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(own_requests, "_request", lambda *_: None)
+        patch.setattr(own_requests, "tokenized_request", lambda *_, **__: None)
         own_requests.submit(scheduler, owner, "rid", [1], 1, None)
     assert (given, own_requests.owner_of(made[0])) == (["way", "queued"], owner)
     queue()
