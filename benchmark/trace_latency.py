@@ -1,10 +1,11 @@
 """How long do requests of a trace wait for their first token, by eviction policy? One server for each, in alternation.
 
-    OMP_NUM_THREADS=1 python benchmark/trace_latency.py --trace agents --requests 160 --seed 1
+    OMP_NUM_THREADS=1 python benchmark/trace_latency.py --trace agents --requests 200 --seed 1
 
 Every server gets the same requests in the same order, one at a time, the other servers frozen; one token is generated, and
 the answer of the trace is part of the next prompt of its conversation. All have `--arena-tokens` bf16 tokens of bytes, their
-pages compressed alike. Prints the share of prompt tokens found in the cache, and median and 99th percentile of the time to
+pages compressed alike, and compute prompts in chunks of `--chunk-tokens`, as `eviction.py` does: a chunk is written uncompressed,
+so one as large as the arena pushes out whatever is there, by any policy. Prints the share of prompt tokens found in the cache, and median and 99th percentile of the time to
 the first token: by the clock, and by CPU time of the server, which other work on the machine disturbs less.
 """
 
@@ -53,11 +54,13 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=160, help="first requests of the trace (default: 160)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--arena-tokens", type=int, default=2048, help="size of the arena in bf16 tokens (default: 2048)")
+    parser.add_argument("--chunk-tokens", type=int, default=512, help="of a prompt at once (default: 512)")
     parser.add_argument("--policies", nargs="+", choices=list(POLICIES), default=list(POLICIES))
     options = parser.parse_args()
     model = options.model or demo_model()
     arena = str(options.arena_tokens * kv_token_bytes(model))
     both = ["--kv-compress", "csa2", "--csa2-arena-size", arena, "--watchdog-timeout", str(WATCHDOG_S)]
+    both += ["--chunked-prefill-size", str(options.chunk_tokens)]
     sides = {name: [*both, *POLICIES[name]] for name in options.policies}
     results: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
     with servers(model, sides) as up:
@@ -68,7 +71,7 @@ def main() -> None:
                         results[name].append(first_token(server, list(request.prompt)))
         evicted = {name: server.stats()["evicted_tokens_total"] for name, server in up.items()}
     found = {name: {**summary(requests), "evicted_tokens": evicted[name]} for name, requests in results.items()}
-    settings = {name: getattr(options, name) for name in ("trace", "requests", "seed", "arena_tokens")}
+    settings = {name: getattr(options, name) for name in ("trace", "requests", "seed", "arena_tokens", "chunk_tokens")}
     report(options, sides, {"settings": settings, "policies": found})
 
 
