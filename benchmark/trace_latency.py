@@ -3,10 +3,11 @@
     OMP_NUM_THREADS=1 python benchmark/trace_latency.py --trace agents --requests 200 --seed 1
 
 Every server gets the same requests in the same order, one at a time, the other servers frozen; one token is generated, and
-the answer of the trace is part of the next prompt of its conversation. All have `--arena-tokens` bf16 tokens of bytes, their
-pages compressed alike, and compute prompts in chunks of `--chunk-tokens`, as `eviction.py` does: a chunk is written uncompressed,
-so one as large as the arena pushes out whatever is there, by any policy. Prints the share of prompt tokens found in the cache, and median and 99th percentile of the time to
-the first token: by the clock, and by CPU time of the server, which other work on the machine disturbs less.
+the answer of the trace is part of the next prompt of its conversation. All have `--arena-tokens` bf16 tokens of bytes,
+their pages compressed alike, and compute prompts in chunks of `--chunk-tokens`, as `eviction.py` does: a chunk is written
+uncompressed, so one as large as the arena pushes out whatever is there, by any policy. Prints the share of prompt tokens
+found in the cache, and median and 99th percentile of the time to the first token: by the clock, and by CPU time of the
+server, which other work on the machine disturbs less.
 """
 
 import time
