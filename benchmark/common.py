@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import socket
 import statistics
 import subprocess
@@ -113,8 +114,9 @@ def meta_infos(answer: requests.Response) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def servers(model: Path, sides: dict[str, Sequence[str]]) -> Iterator[dict[str, Server]]:
-    """Start one server per side, all up together, and end them."""
+    """Start one server per side, all up together, and end them, also when this process is told to end."""
     started = {}
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     try:
         for name, arguments in sides.items():
             started[name] = Server(name, model, arguments)
@@ -123,6 +125,7 @@ def servers(model: Path, sides: dict[str, Sequence[str]]) -> Iterator[dict[str, 
     finally:
         for server in started.values():
             server.stop()
+        signal.signal(signal.SIGTERM, before)
 
 
 def demo_model() -> Path:
