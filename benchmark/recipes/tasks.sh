@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# docs/check.md, Tasks (a quarter of an hour)
+# docs/check.md, Tasks (half an hour)
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 csa2 check --model "$(csa2 demo-model)" --tasks needle,multi-needle,copy --context 1024 --samples 12 \
