@@ -14,7 +14,7 @@ from torch import Tensor
 from csa2.codec.queries import DECODE_INTERVAL
 from csa2.errors import IntegrityError, UnsupportedModelError
 from sglang_csa2.attention_impl import make_attention
-from sglang_csa2.model import attention_layers, check_attention
+from sglang_csa2.model import check_attention
 from sglang_csa2.pool import Csa2KVPool, host_pages
 
 if TYPE_CHECKING:
@@ -64,14 +64,12 @@ class Csa2AttentionBackend(AttentionBackend):
         pool = runner.token_to_kv_pool
         if not isinstance(pool, Csa2KVPool):
             raise IntegrityError(f"csa2: the attention backend needs Csa2KVPool, SGLang built {type(pool).__name__}")
-        query_heads = check_attention(runner.model, pool.start_layer, pool.layer_num)
+        self._layers = check_attention(runner.model, pool.start_layer, pool.layer_num)
         self.pool = pool
         self.store = pool.store
         self.req_to_token: Tensor = runner.req_to_token_pool.req_to_token
-        self._attention = make_attention(pool, query_heads)
+        self._attention = make_attention(pool, frozenset(layer.tp_q_head_num for layer in self._layers))
         self._step: StepPlan | None = None
-        inside = range(pool.start_layer, pool.start_layer + pool.layer_num)
-        self._layers = [layer for _, _, layer in attention_layers(runner.model) if layer.layer_id in inside]
         self._max_pages = -(-runner.model_config.context_len // pool.page_size)
         self._graphs: DecodeGraphs | None = None
         self._left: tuple[GraphInputs, tuple[DecodeSample, ...]] | None = None

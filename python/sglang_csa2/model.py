@@ -32,16 +32,15 @@ def attention_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
             yield parent, modules[parent], module
 
 
-def check_attention(model: nn.Module, start_layer: int, num_layers: int) -> frozenset[int]:
-    """Refuse a model with an attention layer that compressed pages cannot serve; the query heads of its layers.
+def check_attention(model: nn.Module, start_layer: int, num_layers: int) -> list[Any]:
+    """Refuse a model with an attention layer that compressed pages cannot serve; the layers asked for, `RadixAttention`.
 
     Raises:
         UnsupportedModelError: names the layer and the reason.
     """
     from sglang.srt.layers.radix_attention import AttentionType
 
-    found = set()
-    query_heads = set()
+    layers = []
     for name, _, layer in attention_layers(model):
         reasons = {
             "it attends to another sequence (cross attention)": layer.is_cross_attention,
@@ -57,15 +56,15 @@ def check_attention(model: nn.Module, start_layer: int, num_layers: int) -> froz
                     f"--kv-compress csa2 does not support this model: attention layer {name!r}: {reason}. Serve it "
                     f"without --kv-compress"
                 )
-        found.add(layer.layer_id)
-        query_heads.add(layer.tp_q_head_num)
-    missing = set(range(start_layer, start_layer + num_layers)) - found
+        layers.append(layer)
+    asked = range(start_layer, start_layer + num_layers)
+    missing = set(asked) - {layer.layer_id for layer in layers}
     if missing:
         raise UnsupportedModelError(
             f"--kv-compress csa2 does not support this model: layers {sorted(missing)} have no RadixAttention module. "
             f"Serve it without --kv-compress"
         )
-    return frozenset(query_heads)
+    return [layer for layer in layers if layer.layer_id in asked]
 
 
 def identity_layers(model: nn.Module, start_layer: int, num_layers: int, page_size: int = PAGE_SIZE) -> tuple[int, ...]:

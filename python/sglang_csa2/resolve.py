@@ -226,11 +226,13 @@ def _check_device(config: Any, options: CacheOptions) -> None:
             f"one, but have never run on one (docs/gpu.md). --csa2-impl cuda takes them all the same. {hide}"
         )
     if options.impl == "cuda":
-        resolve_impl(options.impl)  # here, where a missing device ends the start before anything is loaded
+        found = resolve_impl(options.impl)  # here, where a missing device ends the start before anything is loaded
+        if device == "cpu" and found.detail != INTERPRETER:
+            raise OptionError(
+                "--csa2-impl cuda on --device cpu: its kernels read the memory of a GPU. Leave one of the two out"
+            )
     if device == "cuda":
         return
-    if options.impl == "cuda" and resolve_impl(options.impl).detail != INTERPRETER:
-        raise OptionError("--csa2-impl cuda on --device cpu: its kernels read the memory of a GPU. Leave one of the two out")
     drives_cpu = current_platform.device_type == "cpu" and _has_platform()
     if not drives_cpu:
         raise OptionError(
